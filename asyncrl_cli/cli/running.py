@@ -17,7 +17,7 @@ from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import count_range
 from asyncrl_cli.runs.catalogue import find_run
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.checks.finding import Finding
@@ -147,7 +147,7 @@ def resume(
             from asyncrl_cli.orchestrator.resume import check_data, prepare
 
             plan = prepare(run, spec=spec, step=step, note=", ".join(changed), without_journal=without_journal)
-            with start_checks(spec, search_path(run), takes_data=plan.takes_data) as checks:
+            with start_checks(spec, search_path(run)) as checks:
                 experiment = checks.experiment()
             check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
         start = plan.carry_out(run, accept_changed_data)  # until now, nothing has changed on disk
@@ -233,15 +233,17 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
 
 def summary(run: RunDirectory, result: RunResult, spec: ExperimentSpec) -> str:
     from asyncrl_cli.monitors.mlflow.sender import target_of
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
     lines = [f"\nfinished {counted(run.state.step, 'step')} in {result.seconds:.0f} s"]
-    for evaluation_kind, accuracy in sorted(result.accuracy.items()):
-        initial_accuracy = result.accuracy_before.get(evaluation_kind)
+    for evaluation_kind, accuracy in sorted(run.state.accuracy.items()):
+        initial_accuracy = run.state.accuracy_before.get(evaluation_kind)
         initial_text = f"{initial_accuracy:.3f} -> " if initial_accuracy is not None else ""
         lines.append(f"held-out accuracy, {evaluation_kind + ':':8} {initial_text}{accuracy:.3f}")
+    checkpoints = complete_checkpoints(run.path / "checkpoints")
     results = {
-        "model": result.model and _relative(result.model),
-        "checkpoint": result.checkpoint and _relative(result.checkpoint),
+        "model": _relative(run.path / MODEL),
+        "checkpoint": checkpoints and _relative(checkpoints[-1].folder),
         **result.notes,
         "run folder": _relative(run.path),
     }

@@ -49,10 +49,9 @@ class Checkpoints:
         )
         self._retention = spec.checkpoints
 
-    async def copy(self, step: int, in_background: bool) -> None:
+    async def copy(self, step: int) -> None:
         """Have the ranks copy their states for ``write``, unless the step has an undamaged checkpoint. Call it between
-        two steps; afterwards training may continue. Unless ``in_background``, the ranks write their files in this
-        call."""
+        two steps; afterwards training may continue."""
         final, unfinished = self._places(step)
 
         def is_saved(check: Check) -> bool:
@@ -66,7 +65,7 @@ class Checkpoints:
             return False
 
         if not await _in_thread(is_saved):
-            await self._trainers.save_checkpoint(unfinished, in_background)
+            await self._trainers.save_checkpoint(unfinished)
 
     async def write(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Complete the checkpoint that ``copy`` began; it is on disk when this returns.

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from asyncrl_cli.core.errors import UserError
@@ -31,44 +32,36 @@ RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
 """First and longest delay in seconds after a failed attempt to add an engine; the delay doubles with each failure."""
 
 
+@dataclass(slots=True, eq=False)
 class EnginePool:
-    """Keeps ``target`` engines."""
+    """Keeps ``target`` engines. The client's engines have started, and are called ``engine-0``, ``engine-1``, ..."""
 
-    def __init__(
-        self,
-        target: int,
-        *,
-        make: Callable[[str], EngineProcess],
-        client: GenerationClient,
-        bring_up: BringUp,
-        buffer: Buffer,
-        budget: RestartBudget,
-        reporter: Reporter,
-        gpu_turn: asyncio.Event,
-    ) -> None:
-        """The client's engines have started, and are called ``engine-0``, ``engine-1``, ... ``make(name)`` makes
-        another engine without starting it. For ``bring_up`` and ``gpu_turn`` see ``keep_engine``."""
-        self._target = target
-        self._make = make
-        self._client = client
-        self._load_weights = bring_up
-        self._gpu_turn = gpu_turn
-        self._buffer = buffer
-        self._budget = budget
-        self._reporter = reporter
-        self._shortages = {engine.name: "" for engine in client.engines}
-        """What Ray lacks to start an engine, by the names that are in use; empty if it has started."""
-        self._tasks = asyncio.TaskGroup()
-        self._changed = asyncio.Event()
-        self._reported_counts = (-1, -1, "")
-        self._reported_shortage = False
-        self._retry_s = RETRY_S  # after the next failure
-        self._retry_at = 0.0
+    target: int
+    make: Callable[[str], EngineProcess]
+    """Makes an engine with this name without starting it."""
+    client: GenerationClient
+    bring_up: BringUp
+    buffer: Buffer
+    budget: RestartBudget
+    reporter: Reporter
+    gpu_turn: asyncio.Event
+    """As in ``keep_engine``."""
+    _shortages: dict[str, str] = field(init=False)
+    """What Ray lacks to start an engine, by the names that are in use; empty if it has started."""
+    _tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reported_counts: tuple[int, int, str] = (-1, -1, "")
+    _reported_shortage: bool = False
+    _retry_s: float = field(default_factory=lambda: RETRY_S)  # after the next failure
+    _retry_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._shortages = {engine.name: "" for engine in self.client.engines}
 
     async def run(self) -> None:
         """Never ends. Raises ``RunError`` after too many restarts of engines."""
         async with self._tasks:
-            for engine in self._client.engines:
+            for engine in self.client.engines:
                 self._tasks.create_task(self._keep(engine))
             while True:
                 self._changed.clear()
@@ -79,20 +72,20 @@ class EnginePool:
 
     def shortage(self) -> str:
         """A text about the missing engines if no engine serves; empty otherwise."""
-        if self._client.serving():
+        if self.client.serving():
             return ""
         return "; ".join(filter(None, ("no engine serves", self._first_shortage())))
 
     def _request_missing(self) -> None:
         if time.monotonic() >= self._retry_at:
             free_names = (name for index in count() if (name := f"engine-{index}") not in self._shortages)
-            for name in islice(free_names, self._target - len(self._shortages)):
+            for name in islice(free_names, self.target - len(self._shortages)):
                 self._shortages[name] = ""
                 self._tasks.create_task(self._join(name))
-        counts = (len(self._client.serving()), self._target, self._first_shortage())
+        counts = (len(self.client.serving()), self.target, self._first_shortage())
         if counts != self._reported_counts:
             self._reported_counts = counts
-            self._reporter.engines(*counts)
+            self.reporter.engines(*counts)
 
     def _first_shortage(self) -> str:
         return next(filter(None, self._shortages.values()), "")
@@ -102,34 +95,34 @@ class EnginePool:
             self._shortages[name] = text
             if not self._reported_shortage:
                 self._reported_shortage = True
-                self._reporter.warn(text)
+                self.reporter.warn(text)
 
-        process = self._make(name)
+        process = self.make(name)
         try:
             await process.join(report_shortage)
         except UserError as error:  # the other engines serve, so the run continues without it (decision 0039)
             self._free(name)
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-            await self._budget.note("engine", name, f"it could not join: {error.message}")
+            await self.budget.note("engine", name, f"it could not join: {error.message}")
             return
         self._shortages[name] = ""
-        await self._keep(self._client.add(process))
+        await self._keep(self.client.add(process))
 
     async def _bring_up(self, engine: EngineState) -> None:
-        await self._load_weights(engine)
+        await self.bring_up(engine)
         self._reported_shortage, self._retry_s = False, RETRY_S
-        self._buffer.engine_changed(engine.name, "join", "")
-        self._client.room.set()
+        self.buffer.engine_changed(engine.name, "join", "")
+        self.client.room.set()
         self._changed.set()
 
     async def _keep(self, engine: EngineState) -> None:
-        reason = await keep_engine(engine, self._client, self._bring_up, gpu_turn=self._gpu_turn, why_left=_why_left)
-        self._reporter.warn(f"{engine.name} is lost: {reason}")
-        self._client.remove(engine)
+        reason = await keep_engine(engine, self.client, self._bring_up, gpu_turn=self.gpu_turn, why_left=_why_left)
+        self.reporter.warn(f"{engine.name} is lost: {reason}")
+        self.client.remove(engine)
         await engine.process.end()
         self._free(engine.name)  # only now: two engines must not share a log file
-        self._buffer.engine_changed(engine.name, "leave", reason)
+        self.buffer.engine_changed(engine.name, "leave", reason)
 
     def _free(self, name: str) -> None:
         del self._shortages[name]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -127,36 +127,29 @@ class EpisodeWorkers:
         await asyncio.gather(*calls, return_exceptions=True)
 
 
+@dataclass(eq=False)
 class Episodes:
     """Plays the episodes of one task."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        task: TaskSpec,
-        *,
-        client: GenerationClient,
-        gateway: GatewayClient,
-        workers: EpisodeWorkers | OutsideSessions,
-        scoring: Scoring,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``on_progress`` is called when an episode ends, and now and then while episodes run that do not wait for the
-        policy: their tools may take long, within limits."""
-        self._client = client
-        self._gateway = gateway
-        self._workers = workers
-        self._scoring = scoring
+    spec: ExperimentSpec
+    task: TaskSpec
+    client: GenerationClient
+    gateway: GatewayClient
+    workers: EpisodeWorkers | OutsideSessions
+    scoring: Scoring
+    on_progress: Callable[[], None] = lambda: None
+    """Called when an episode ends, and now and then while episodes run that do not wait for the policy: their tools may
+    take long, within limits."""
+    _open: int = 0
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
         self._limits = SessionLimits(
-            max_length=spec.model.max_length,
-            max_call_tokens=spec.rollout.max_response_tokens,
-            max_calls=task.episode.max_calls,
-            max_sampled_tokens=task.episode.max_tokens,
+            max_length=self.spec.model.max_length,
+            max_call_tokens=self.spec.rollout.max_response_tokens,
+            max_calls=self.task.episode.max_calls,
+            max_sampled_tokens=self.task.episode.max_tokens,
         )
-        self._retries = spec.rollout.retries  # number of restarts after a failure of the episode's own code
-        self._on_progress = on_progress
-        self._open = 0
-        self._calls = 0
 
     @property
     def resting(self) -> int:
@@ -181,7 +174,7 @@ class Episodes:
         """
         prefixes = {branch: TokenPrefix(segments) for branch, segments in (recorded or {}).items()}
         attempts, restarts, isolated = 0, 0, False
-        continues = self._workers.continues_programs
+        continues = self.workers.continues_programs
         self._open += 1
         try:
             while True:
@@ -200,7 +193,7 @@ class Episodes:
                 on_segments = partial(_add_tokens, rollout_id, prefixes, record)
                 played, end = await self._attempt(opening, on_segments, prompt=prompt, isolated=isolated)
                 attempts += 1
-                if played.retry is Retry.RESTART and restarts < self._retries:
+                if played.retry is Retry.RESTART and restarts < self.spec.rollout.retries:
                     restarts += 1
                     prefixes = {}
                 elif played.retry in (Retry.RESUME, Retry.ISOLATED):
@@ -209,19 +202,19 @@ class Episodes:
                     return await self._judged(prompt, end, played)
         finally:
             self._open -= 1
-            self._on_progress()
+            self.on_progress()
 
     def conclude(self, rollout_id: str, recorded: bool) -> None:
         """A training rollout has ended. ``recorded``: the journal has its score or failure."""
-        self._workers.conclude(rollout_id, recorded)
+        self.workers.conclude(rollout_id, recorded)
 
     async def _attempt(
         self, opening: SessionOpening, on_segments: OnSegments, prompt: Prompt, isolated: bool
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
-                self._workers.slot(isolated) as worker,
-                self._gateway.session(opening, on_segments, self._generate) as session,
+                self.workers.slot(isolated) as worker,
+                self.gateway.session(opening, on_segments, self._generate) as session,
             ):
                 playing = worker.play(opening.name, prompt, session.access, isolated)
                 played = await self._watched(playing, session)
@@ -236,7 +229,7 @@ class Episodes:
         try:
             while not (await asyncio.wait(awaited, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self.resting:
-                    self._on_progress()
+                    self.on_progress()
             if not episode.done():
                 session.end.result()
             return await episode
@@ -253,7 +246,7 @@ class Episodes:
         if score is None or isinstance(score, ScoreLater):
             assert rollout is not None
             metrics = {} if score is None else score.metrics
-            (score,) = await self._scoring.score([(prompt, end.last_text, rollout.finished)])
+            (score,) = await self.scoring.score([(prompt, end.last_text, rollout.finished)])
             if metrics and isinstance(score, Scored):
                 score = Scored(score.reward, {**metrics, **score.metrics})
         if isinstance(score, Scored) and score.turns:
@@ -267,7 +260,7 @@ class Episodes:
     async def _generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         self._calls += 1
         try:
-            return await self._client.generate(request, on_segments)
+            return await self.client.generate(request, on_segments)
         finally:
             self._calls -= 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from math import comb, nan
 from typing import Any
 
@@ -30,8 +30,6 @@ from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.rollout.client import GenerationClient, GenerationFailed
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import responses_of
-
-Score = Scored | RewardFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Series:
 class _Sample:
     prompt: Prompt
     rollout: Rollout | None
-    score: Score
+    score: Scored | RewardFailure
 
     @property
     def reward(self) -> float | None:
@@ -164,33 +162,28 @@ async def measure(
     )
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates during a run on its held-out prompts and on ``sets``; records and reports the results."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        *,
-        write: Callable[[str, str], object],
-        client: GenerationClient,
-        buffer: Buffer,
-        reporter: Reporter,
-        opening: Opening,
-        held_out: HeldOut | None,
-        sets: Mapping[str, HeldOut],
-    ) -> None:
-        """``write(name, text)`` writes a file in the run's folder."""
-        self._spec = spec
-        self._write_text = write
-        self._client = client
-        self._buffer = buffer
-        self._reporter = reporter
+    spec: ExperimentSpec
+    write: Callable[[str, str], object]
+    """Writes a file, given by name and text, in the run's folder."""
+    client: GenerationClient
+    buffer: Buffer
+    reporter: Reporter
+    opening: InitVar[Opening]
+    held_out: InitVar[HeldOut | None]
+    sets: InitVar[Mapping[str, HeldOut]]
+    accuracies: dict[int, float] = field(init=False)
+    """The greedy held-out accuracies, by step."""
+    running: set[int] = field(default_factory=set)
+    """The steps with a running evaluation."""
+
+    def __post_init__(self, opening: Opening, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> None:
         self.accuracies = dict(opening.evaluated)
-        """The greedy held-out accuracies, by step."""
-        self.running: set[int] = set()
-        """The steps with a running evaluation."""
         self._completed = set(opening.evaluations)  # (step, kind)
-        self._series = series_of(spec, held_out, sets)
+        self._series = series_of(self.spec, held_out, sets)
 
     def due(self, step: int) -> list[Series]:
         """The evaluations after this step that are not done yet, also if an earlier driver has begun them."""
@@ -209,23 +202,23 @@ class Evaluator:
 
     async def _evaluate(self, series: Series, step: int) -> None:
         full_series = replace(series, max_prompts=None) if self._is_end(step) else series
-        evaluation = await measure(full_series, step, spec=self._spec, client=self._client)
-        self._write_text(evaluation.file, evaluation.text)
+        evaluation = await measure(full_series, step, spec=self.spec, client=self.client)
+        self.write(evaluation.file, evaluation.text)
         self._completed.add((step, series.kind))
         if evaluation.warning:
-            self._reporter.warn(evaluation.warning)
-            await self._buffer.failed("evaluation", series.kind, evaluation.warning)
+            self.reporter.warn(evaluation.warning)
+            await self.buffer.failed("evaluation", series.kind, evaluation.warning)
         result = evaluation.result
         if result is None:
-            self._reporter.unevaluated(series.kind)
+            self.reporter.unevaluated(series.kind)
             return
         if result.kind == "greedy":
             self.accuracies[step] = result.accuracy
-        self._reporter.evaluated(result)
-        await self._buffer.evaluated(asdict(result))
+        self.reporter.evaluated(result)
+        await self.buffer.evaluated(asdict(result))
 
     def _is_end(self, step: int) -> bool:
-        return step in (0, self._spec.stop.total)
+        return step in (0, self.spec.stop.total)
 
 
 async def _samples(

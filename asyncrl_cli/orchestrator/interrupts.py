@@ -29,17 +29,14 @@ class Stop:
     def __init__(self) -> None:
         self.is_requested = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._event = asyncio.Event()
+        self.event = asyncio.Event()
+        """Set in the attached event loop after a signal."""
 
     def attach(self) -> None:
-        """From now on, signals end ``wait`` in the running event loop instead of raising ``KeyboardInterrupt``."""
+        """From now on, signals set ``event`` in the running event loop instead of raising ``KeyboardInterrupt``."""
         self._loop = asyncio.get_running_loop()
         if self.is_requested:
-            self._event.set()
-
-    async def wait(self) -> None:
-        """Wait for a signal."""
-        await self._event.wait()
+            self.event.set()
 
     def handle(self, signal_number: int, _: FrameType | None) -> None:
         """The signal handler."""
@@ -53,7 +50,7 @@ class Stop:
         if self._loop is None:
             raise KeyboardInterrupt
         if not self._loop.is_closed():  # after it, the work has its result or error, and the signal changes nothing
-            self._loop.call_soon_threadsafe(self._event.set)
+            self._loop.call_soon_threadsafe(self.event.set)
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
 async def until_stopped(coroutine: Any, stop: Stop) -> Any:
     """The result of ``coroutine``. Cancels it and raises ``Interrupted`` if ``stop`` comes first."""
-    working, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
+    working, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.event.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
     if working.done():
         stopping.cancel()

@@ -1,6 +1,6 @@
 """Runs an experiment from start to end: cluster, actors, loop, results.
 
-``run_experiment`` starts Ray (cluster.py), then ``_start`` makes the run's parts and hands them over as ``Parts``:
+``run_experiment`` starts Ray (cluster.py), then ``_start`` makes the run's parts:
 
     Buffer                      first, because it records the faults of all others
     ActorFactory                creates the actors; ``start_all`` starts engines, ranks and host agents together
@@ -44,7 +44,7 @@ from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
-from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
@@ -55,7 +55,7 @@ from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
-from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
+from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import ADAPTER, MODEL, WARM_START, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sharing import shares_gpus
@@ -81,14 +81,10 @@ class DriverStart:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), ``notes`` by monitor."""
+    """What a finished run's folder does not tell. ``notes`` are by monitor."""
 
     seconds: float
     health: HealthWatch = field(default_factory=partial(HealthWatch, {}))
-    accuracy_before: Mapping[str, float] = field(default_factory=dict)
-    accuracy: Mapping[str, float] = field(default_factory=dict)
-    model: Path | None = None
-    checkpoint: Path | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -138,7 +134,7 @@ def _failure(error: BaseException) -> Ending:
 
 
 def _in_short(run: RunDirectory, result: RunResult) -> str:
-    accuracies = [f", held-out accuracy ({series}) {value:.3f}" for series, value in sorted(result.accuracy.items())]
+    accuracies = [f", held-out accuracy ({series}) {value:.3f}" for series, value in sorted(run.state.accuracy.items())]
     return f"finished {counted(run.state.step, 'step')} in {result.seconds:.0f} s{''.join(accuracies)}"
 
 
@@ -171,22 +167,14 @@ async def _run(
             experiment = await until_stopped(while_ray_lives(work, hint), stop)
         if not spec.stop.total:
             link_model(run.path, spec.model.lora is not None)
-            result = RunResult(time.monotonic() - started, model=run.path / MODEL)
+            result = RunResult(time.monotonic() - started)
             ending = Ending("finished", _in_short(run, result))
             return result
         starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
         orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
         recorder.update(phase="running", steps=spec.stop.total)
         await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
-        checkpoints = complete_checkpoints(run.path / "checkpoints")
-        result = RunResult(
-            seconds=time.monotonic() - started,
-            health=orchestrator.health,
-            accuracy_before=reporter.accuracy_before,
-            accuracy=reporter.accuracy,
-            model=run.path / MODEL,
-            checkpoint=checkpoints[-1].folder if checkpoints else None,
-        )
+        result = RunResult(time.monotonic() - started, orchestrator.health)
         ending = Ending("finished", _in_short(run, result))
     except Interrupted:
         ending = Ending("interrupted")
@@ -321,24 +309,22 @@ async def _start(
         sets={name: held_out(name, prompts) for name, prompts in experiment.sets.items()},
     )
     return Orchestrator(
-        Parts(
-            spec=spec,
-            opening=opening,
-            checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
-            run=run,
-            buffer=buffer,
-            ranks=ranks,
-            replicas=replicas,
-            client=client,
-            make_engine=make_engine,
-            scoring=tasks.scoring,
-            prompts=prompts,
-            episodes=tasks.episodes,
-            evaluator=evaluator,
-            reporter=reporter,
-            budget=budget,
-            watchdog=watchdog,
-        )
+        spec=spec,
+        opening=opening,
+        checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
+        run_directory=run,
+        buffer=buffer,
+        ranks=ranks,
+        replicas=replicas,
+        client=client,
+        make_engine=make_engine,
+        scoring=tasks.scoring,
+        prompts=prompts,
+        episodes=tasks.episodes,
+        evaluator=evaluator,
+        reporter=reporter,
+        budget=budget,
+        watchdog=watchdog,
     )
 
 

@@ -63,14 +63,14 @@ from asyncrl_cli.system.supervised_actor import RestartBudget
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts that have started when the loop begins. ``launch.py`` makes them."""
+@dataclass(eq=False)
+class Orchestrator:
+    """Runs the parts, which ``launch.py`` has started, from the journal's end to the last step."""
 
     spec: ExperimentSpec
     opening: Opening  # the journal's state at the start of this driver
     checkpoint_step: int  # the step of the checkpoint from which the ranks have started; 0 without one
-    run: RunDirectory
+    run_directory: RunDirectory
     buffer: Buffer
     ranks: TrainerRanks
     replicas: Replicas
@@ -84,77 +84,65 @@ class Parts:
     budget: RestartBudget
     watchdog: Watchdog
 
-
-class Orchestrator:
-    """Runs the started parts from the journal's end to the last step."""
-
-    def __init__(self, parts: Parts) -> None:
-        spec = parts.spec
-        self._spec = spec
-        self._opening = parts.opening
-        self._run = parts.run
-        self._buffer = parts.buffer
-        self._ranks = parts.ranks
-        self._client = parts.client
-        self._evaluator = parts.evaluator
-        self._reporter = parts.reporter
-        self._watchdog = parts.watchdog
+    def __post_init__(self) -> None:
+        spec = self.spec
         self._tasks = asyncio.TaskGroup()
-        self._checkpoints = Checkpoints(parts.run.path / "checkpoints", parts.ranks, spec)
-        self._uploads = Uploads(spec.checkpoints, parts.run, parts.buffer, parts.reporter.warn)
+        self._checkpoints = Checkpoints(self.run_directory.path / "checkpoints", self.ranks, spec)
+        self._uploads = Uploads(spec.checkpoints, self.run_directory, self.buffer, self.reporter.warn)
         self._steps = StepRecorder(
             spec,
-            client=parts.client,
-            prompts=parts.prompts,
-            buffer=parts.buffer,
-            reporter=parts.reporter,
-            reported=parts.opening.trained,
-            history=[row for row in parts.run.read("metrics.jsonl") if row["step"] > 0],  # not the warm start's
+            client=self.client,
+            prompts=self.prompts,
+            buffer=self.buffer,
+            reporter=self.reporter,
+            reported=self.opening.trained,
+            # Without the warm start's rows.
+            history=[row for row in self.run_directory.read("metrics.jsonl") if row["step"] > 0],
         )
-        turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
+        turns = GpuTurns(self.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(
-            parts.ranks,
-            buffer=parts.buffer,
-            run=parts.run,
-            budget=parts.budget,
+            self.ranks,
+            buffer=self.buffer,
+            run=self.run_directory,
+            budget=self.budget,
             microbatch_tokens=spec.trainer.microbatch_tokens,
             repeated=self._repeated,
-            progress=parts.watchdog.caught_up,
+            progress=self.watchdog.caught_up,
             gpu_turn=turns.trainer,
+            step=self.checkpoint_step,
         )
-        self._trainer.step = parts.checkpoint_step
         self._publisher = Publisher(
             spec,
-            opening=parts.opening,
+            opening=self.opening,
             trainer=self._trainer,
-            client=parts.client,
-            replicas=parts.replicas,
-            buffer=parts.buffer,
-            watchdog=parts.watchdog,
-            budget=parts.budget,
+            client=self.client,
+            replicas=self.replicas,
+            buffer=self.buffer,
+            watchdog=self.watchdog,
+            budget=self.budget,
         )
         self._scheduler = RolloutScheduler(
             spec,
-            buffer=parts.buffer,
-            client=parts.client,
-            scoring=parts.scoring,
-            prompts=parts.prompts,
+            buffer=self.buffer,
+            client=self.client,
+            scoring=self.scoring,
+            prompts=self.prompts,
             spawn=self._spawn,
-            episodes=parts.episodes,
-            warn=parts.reporter.warn,
+            episodes=self.episodes,
+            warn=self.reporter.warn,
         )
         self._pool = EnginePool(
             spec.rollout.max_engines,
-            make=parts.make_engine,
-            client=parts.client,
+            make=self.make_engine,
+            client=self.client,
             bring_up=self._publisher.bring_up,
-            buffer=parts.buffer,
-            budget=parts.budget,
-            reporter=parts.reporter,
+            buffer=self.buffer,
+            budget=self.budget,
+            reporter=self.reporter,
             gpu_turn=turns.engines,
         )
-        self._step = parts.opening.step
-        self._written_version = parts.opening.version  # the newest version that was written
+        self._step = self.opening.step
+        self._written_version = self.opening.version  # the newest version that was written
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
         self._in_flight: tuple[TakenBatch, asyncio.Task[StepReport]] | None = None
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
@@ -172,7 +160,7 @@ class Orchestrator:
             async with self._tasks as tasks:
                 endless = [
                     tasks.create_task(self._scheduler.run()),
-                    tasks.create_task(self._watchdog.watch()),
+                    tasks.create_task(self.watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
                     tasks.create_task(self._publisher.guard()),
                     tasks.create_task(self._pool.run()),
@@ -206,22 +194,17 @@ class Orchestrator:
         """
         step = self._step
         # From a checkpoint between two publishes, the engines' version could not be made again (decision 0009).
-        if step % self._spec.pipeline.publish_every:
+        if step % self.spec.pipeline.publish_every:
             return
         started = time.monotonic()
         if self._saving is not None and not self._saving.done():
-            self._reporter.status("waiting until the previous checkpoint is written")
+            self.reporter.status("waiting until the previous checkpoint is written")
         await self._saved()  # the hosts have memory for one copy
-        self._reporter.status("saving a checkpoint")
+        self.reporter.status("saving a checkpoint")
         # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0009).
-        state = {"step": step, **await self._buffer.fallback(step)}
+        state = {"step": step, **await self.buffer.fallback(step)}
 
-        async def save() -> None:
-            await self._checkpoints.copy(step, in_background)
-            if not in_background:
-                await self._checkpoints.write(step, state)
-
-        await self._until_saved(step, self._trainer.at_step(step, save))
+        await self._until_saved(step, self._trainer.at_step(step, lambda: self._checkpoints.copy(step)))
         stall_s = time.monotonic() - started
         self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
         # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
@@ -235,25 +218,25 @@ class Orchestrator:
         try:
             saved = await self._until_saved(step, self._checkpoints.write(step, state))
         except TrainerLost as lost:  # the ranks restart from an older checkpoint
-            self._reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
+            self.reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
             return
         # A recovery reads checkpoints and batches that the deletions below would remove.
         async with self._trainer.recovering:
             removed = await asyncio.to_thread(
                 self._checkpoints.prune,
-                dict(self._evaluator.accuracies),
-                set(self._evaluator.running),
+                dict(self.evaluator.accuracies),
+                set(self.evaluator.running),
                 set(self._uploads.waiting),
             )
             self._steps.extra_metrics["checkpoint/seconds"] = seconds = time.monotonic() - started
-            await self._buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
+            await self.buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
             self._uploads.begin()  # after ``checkpointed``: the upload's result completes this row
-            if self._spec.journal.keep != "all":
-                await self._buffer.prune(self._spec.journal.keep)
+            if self.spec.journal.keep != "all":
+                await self.buffer.prune(self.spec.journal.keep)
 
     async def _until_saved(self, step: int, saving: Awaitable[T]) -> T:
         purpose = f"the checkpoint of step {step}"
-        return await self._watchdog.until(saving, who=DRIVER, purpose=purpose, extra_s=self._ranks.saving_s)
+        return await self.watchdog.until(saving, who=DRIVER, purpose=purpose, extra_s=self.ranks.saving_s)
 
     async def _saved(self) -> None:
         """Wait until no checkpoint is being written. Raises the last one's error if it failed."""
@@ -261,14 +244,14 @@ class Orchestrator:
             await asyncio.shield(self._saving)
 
     async def _loop(self) -> None:
-        steps, partial = self._spec.stop.total, self._spec.pipeline.partial_rollouts
+        steps, partial = self.spec.stop.total, self.spec.pipeline.partial_rollouts
         # Generation and training take turns: the next batch needs the new weights, so the step includes the delivery.
-        alternating = partial or self._spec.pipeline.max_staleness == 0
+        alternating = partial or self.spec.pipeline.max_staleness == 0
         # Before any engine serves: unfinished rollouts must take their slots before new groups are admitted.
-        self._scheduler.resume(self._opening)
+        self._scheduler.resume(self.opening)
         self._uploads.begin()  # uploads that earlier drivers left
         behind = self._step - self._trainer.step
-        self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
+        self.reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         while self._publish_due:  # twice if a publish was in flight when the run stopped
             await self._begin_publish()
         await self._publisher.delivered()
@@ -280,7 +263,7 @@ class Orchestrator:
             taken_batch = await self._take()
             if partial:  # unfinished rollouts keep their tokens, and continue in the next step
                 await self._finish_fixed_evaluation()
-                await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
+                await self.watchdog.until(self.client.pause(), DRIVER, "engines to stop generating")
             report = await self._train(taken_batch)
             trained_at = time.monotonic()
             self._publish_wait_s = 0.0
@@ -293,37 +276,37 @@ class Orchestrator:
             # Only after the report: while it is set, ``settle`` reports the step of an interrupted run.
             self._in_flight = None
             if partial:
-                await self._client.resume()
+                await self.client.resume()
             if self._step < steps:
                 # Between two publishes, no checkpoint can be saved.
                 idle_steps = self._steps.steps_without_learning
-                if idle_steps and self._step % self._spec.pipeline.publish_every == 0:
+                if idle_steps and self._step % self.spec.pipeline.publish_every == 0:
                     await self._publisher.delivered()
                     await self.checkpoint()
                     raise self._unhealthy(idle_steps)
-                if self._evaluator.due(self._step):
+                if self.evaluator.due(self._step):
                     await self._publisher.delivered()  # the evaluation is of this step's weights
                     await self._finish_evaluation("an evaluation")
                     self._begin_evaluation()
-                if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:
+                if self.spec.checkpoints.every and self._step % self.spec.checkpoints.every == 0:
                     await self.checkpoint(in_background=True)
         await self._publisher.delivered()
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
         await self.checkpoint()
-        self._reporter.status("saving the model")
-        model, adapter = self._run.path / MODEL, self._run.path / ADAPTER
-        await self._trainer.at_step(self._step, lambda: self._ranks.save_model(model, adapter))
+        self.reporter.status("saving the model")
+        model, adapter = self.run_directory.path / MODEL, self.run_directory.path / ADAPTER
+        await self._trainer.at_step(self._step, lambda: self.ranks.save_model(model, adapter))
         if self._uploads.waiting:
-            self._reporter.status("waiting for uploads")
+            self.reporter.status("waiting for uploads")
         await self._uploads.finish()
 
     def _unhealthy(self, idle_steps: int) -> RunError:
         findings = [finding for finding in self.health.open_findings if finding.stops_learning]
         causes = "".join(f"; {finding.observation}: {finding.cause}" for finding in findings)
         remedies = [finding.remedy for finding in findings]
-        resume = f"`asyncrl resume {self._run.argument}` continues after step {self._step} and counts from 0"
+        resume = f"`asyncrl resume {self.run_directory.argument}` continues after step {self._step} and counts from 0"
         return RunError(
             f"nothing was learned in {counted(idle_steps, 'step')} in a row{causes}",
             location="stop.on_unhealthy",
@@ -332,25 +315,27 @@ class Orchestrator:
 
     @property
     def _publish_due(self) -> bool:
-        return self._step >= (self._written_version + 1) * self._spec.pipeline.publish_every
+        return self._step >= (self._written_version + 1) * self.spec.pipeline.publish_every
 
     async def _take(self) -> TakenBatch:
-        with self._watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
+        with self.watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
             while True:
-                answer = await self._buffer.take(self._step)
+                answer = await self.buffer.take(self._step)
                 if isinstance(answer, TakenBatch):
-                    self._client.room.set()  # pipeline.ahead has room again
+                    self.client.room.set()  # pipeline.ahead has room again
                     return answer
                 if answer.overdue:
                     await self._scheduler.requeue(answer.overdue)
                     continue
-                running = self._pool.shortage() or f"{self._client.running} rollouts are running"
+                running = self._pool.shortage() or f"{self.client.running} rollouts are running"
+                if not (self.prompts.wanted_groups or self.client.running):
+                    wait.progress()  # no program outside of the run wants a session: the run does not hang
                 wait.purpose = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
-                self._reporter.status(f"waiting: {answer.reason}", answer.counts)
+                self.reporter.status(f"waiting: {answer.reason}", answer.counts)
 
     async def _train(self, taken_batch: TakenBatch) -> StepReport:
-        self._reporter.status("training", taken_batch.counts)
-        with self._watchdog.waiting(DRIVER, f"the trainer's step {self._step + 1}") as wait:
+        self.reporter.status("training", taken_batch.counts)
+        with self.watchdog.waiting(DRIVER, f"the trainer's step {self._step + 1}") as wait:
             training = asyncio.create_task(self._trainer.train(taken_batch.batch, wait.progress))
             self._in_flight = (taken_batch, training)
             # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.
@@ -370,17 +355,17 @@ class Orchestrator:
         self._spawn(self._publisher.delivered())  # an error ends the run immediately
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
-        self._watchdog.caught_up()
-        self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
+        self.watchdog.caught_up()
+        self.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         # An earlier driver took this batch but did not report its step. ``_loop`` reports this driver's own steps.
-        if self._steps.reported <= batch.step < self._opening.step:
-            self._steps.report(TakenBatch(batch, self._opening.counts, 0.0), report, None)
+        if self._steps.reported <= batch.step < self.opening.step:
+            self._steps.report(TakenBatch(batch, self.opening.counts, 0.0), report, None)
 
     def _begin_evaluation(self) -> None:
-        if self._evaluator.due(self._step):
-            self._evaluation = self._tasks.create_task(self._evaluator.evaluate(self._step))
+        if self.evaluator.due(self._step):
+            self._evaluation = self._tasks.create_task(self.evaluator.evaluate(self._step))
             # The accuracy before training must be the initial model's.
-            self._fixed_version = self._step == 0 or self._spec.evaluation.fix_version
+            self._fixed_version = self._step == 0 or self.spec.evaluation.fix_version
 
     async def _finish_fixed_evaluation(self) -> None:
         if self._fixed_version:
@@ -388,7 +373,7 @@ class Orchestrator:
 
     async def _finish_evaluation(self, purpose: str) -> None:
         if self._evaluation is not None:
-            await self._watchdog.until(self._evaluation, GENERATION, purpose)
+            await self.watchdog.until(self._evaluation, GENERATION, purpose)
         self._evaluation, self._fixed_version = None, False
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:

@@ -191,16 +191,11 @@ def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(bundle)}"
     if not nodes:
         return f"it needs {needs}; the cluster has no node that it may use"
-    room = [
-        ", ".join(
-            f"{node.free.get(resource, 0):g} of {node.total.get(resource, 0):g} {resource}s" for resource in kinds
-        )
-        for node in nodes
-    ]
-    if len(nodes) == 1:
-        return f"it needs {needs}; free: {room[0]}"
-    by_node = [f"{free} on {node}" for node, free in zip(nodes, room, strict=True)]
-    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {_listed(by_node)}"
+    room = []
+    for node in nodes:
+        free = (f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} {kind}s" for kind in kinds)
+        room.append(f"{', '.join(free)} on {node}")
+    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {_listed(room)}"
 
 
 def _listed(texts: Sequence[str]) -> str:

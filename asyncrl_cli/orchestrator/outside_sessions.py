@@ -39,8 +39,6 @@ from asyncrl_cli.workers.scoring import checked
 
 WAIT_S = 30.0
 """Seconds that a program waits for a session before it is told to ask again."""
-IDLE_S = 10.0
-"""Seconds between two signs of progress while no program wants anything from the run."""
 MASKED = Scored(None)
 """The result of a session that nobody rewards: its rollout is masked."""
 ENDINGS = {
@@ -103,7 +101,6 @@ class OutsideSessions:
     handed_out: Collection[str] = ()
     on_demand: Callable[[], None] = lambda: None
     """Called when a program begins to wait for a group."""
-    on_progress: Callable[[], None] = lambda: None
     counts: Counter[str] = field(default_factory=Counter)
     continues_programs: bool = True
     """Programs outlive the loss of the gateway or the driver: they keep their address, key and replies."""
@@ -111,7 +108,6 @@ class OutsideSessions:
     _offers: list[str] = field(default_factory=list)  # rollouts that no program has yet, oldest first
     _callers: list[Caller] = field(default_factory=list)
     _opening: int = 0  # rollouts that will be offered soon
-    _idling: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         for rollout_id in self.handed_out:  # now: a reward may come before the episode begins again
@@ -121,18 +117,7 @@ class OutsideSessions:
     # -- in place of episode workers
 
     async def start(self) -> None:
-        self._idling = asyncio.create_task(self._idle())
-
-    async def stop(self) -> None:
-        if self._idling is not None:
-            self._idling.cancel()
-
-    async def _idle(self) -> None:
-        """Report progress while no program wants anything: the run does not hang."""
-        while True:
-            await asyncio.sleep(IDLE_S)
-            if not self._sessions and not self._callers:
-                self.on_progress()
+        """Nothing is started: programs come by themselves."""
 
     @asynccontextmanager
     async def slot(self, isolated: bool) -> AsyncIterator[OutsideSessions]:

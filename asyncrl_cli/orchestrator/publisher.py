@@ -74,43 +74,37 @@ class Update:
     gap: float  # nats
 
 
+@dataclass(slots=True, eq=False)
 class Publisher:
     """Publishes one version at a time. A version that is lost before the engines have it is written again."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        *,
-        opening: Opening,
-        trainer: ResilientTrainer,
-        client: GenerationClient,
-        replicas: Replicas,
-        buffer: Buffer,
-        watchdog: Watchdog,
-        budget: RestartBudget,
-    ) -> None:
-        self._opening = opening
-        self._trainer = trainer
-        self._client = client
-        self._replicas = replicas
-        self._buffer = buffer
-        self._watchdog = watchdog
-        self._budget = budget
-        self._publish_every = spec.pipeline.publish_every
-        self._policy = spec.pipeline.weight_update
-        # With drain, an engine's update takes as long as its rollouts.
-        drains = self._policy == "drain"
-        self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
-        self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
-        self._check = ProbeCheck(spec)
-        self._current: Publication | None = None
-        self._record: PublishRecord | None = None  # of the newest publish, until ``take_record``
-        self._available = asyncio.Event()  # set while the hosts together have the current version, as far as we know
-        # Held while a version is written and its delivery begins: agents have memory for one write at a time.
-        self._turn = asyncio.Lock()
-        self._delivery: asyncio.Task[None] | None = None
-        self._waiting = 0  # number of engines that wait for a version that no host has
-        self._usual_s: float | None = None  # duration of the fastest pull in the last publish that pulled
+    spec: ExperimentSpec
+    opening: Opening
+    trainer: ResilientTrainer
+    client: GenerationClient
+    replicas: Replicas
+    buffer: Buffer
+    watchdog: Watchdog
+    budget: RestartBudget
+    _check: ProbeCheck = field(init=False)
+    _current: Publication | None = None
+    _record: PublishRecord | None = None  # of the newest publish, until ``take_record``
+    # Set while the hosts together have the current version, as far as we know.
+    _available: asyncio.Event = field(default_factory=asyncio.Event)
+    # Held while a version is written and its delivery begins: agents have memory for one write at a time.
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _delivery: asyncio.Task[None] | None = None
+    _waiting: int = 0  # number of engines that wait for a version that no host has
+    _usual_s: float | None = None  # duration of the fastest pull in the last publish that pulled
+
+    def __post_init__(self) -> None:
+        self._check = ProbeCheck(self.spec)
+
+    @property
+    def _timeout_s(self) -> float:
+        """Limit of an engine's update, which with drain takes as long as its rollouts."""
+        drains = self.spec.pipeline.weight_update == "drain"
+        return self.spec.pipeline.stall_minutes * 60 if drains else self.spec.rollout.hang_seconds
 
     # -- publishing
 
@@ -145,7 +139,7 @@ class Publisher:
             await self.delivered()
             if self._available.is_set():
                 return
-            version, checksum = self._opening.version, self._opening.checksum
+            version, checksum = self.opening.version, self.opening.checksum
             if self._current is not None:
                 version, checksum = self._current.manifest.version, self._current.manifest.checksum
             try:
@@ -154,9 +148,9 @@ class Publisher:
                 return  # the next version is on its way, and other engines serve until then
             record = await self._deliver(written_version)
         if checksum is None:
-            await self._buffer.publish(record)
+            await self.buffer.publish(record)
         elif record.checksum != checksum:  # a warning, not an error: the engines serve what the trainer has
-            await self._budget.note(
+            await self.budget.note(
                 "weights",
                 "trainer-0",
                 f"made version {version} again with other bits; expected after a change of settings or "
@@ -170,32 +164,34 @@ class Publisher:
             # A publish in flight brings a newer version, and writes it again if it is lost.
             publishing = self._turn.locked() or (self._delivery is not None and not self._delivery.done())
             if self._waiting and not self._available.is_set() and not publishing:
-                step = self._trainer.step
+                step = self.trainer.step
                 # If no engine serves, waiting for the next version would never end: no rollouts, no batch, no step.
-                await self.restore(go_back=not self._client.serving())
-                await self._trainer.catch_up(step)
+                await self.restore(go_back=not self.client.serving())
+                await self.trainer.catch_up(step)
 
     async def _write(self, version: int, go_back: bool = True) -> WrittenVersion:
         """Raises ``StepPassed`` if the trainer is at a later step; with ``go_back`` it returns to a checkpoint."""
 
         async def write() -> WrittenVersion:
-            self._replicas.keep({*self._trainer.ranks.nodes, *(engine.process.node for engine in self._client.engines)})
+            self.replicas.keep({*self.trainer.ranks.nodes, *(engine.process.node for engine in self.client.engines)})
             served = None if self._current is None else self._current.manifest
-            writing = self._replicas.write(self._trainer.ranks, version, served)
-            return await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
+            writing = self.replicas.write(self.trainer.ranks, version, served)
+            return await self.watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
 
         cause = f"every host has lost version {version}, so the trainer writes it again"
-        return await self._trainer.at_step(version * self._publish_every, write, go_back=cause if go_back else "")
+        return await self.trainer.at_step(
+            version * self.spec.pipeline.publish_every, write, go_back=cause if go_back else ""
+        )
 
     async def _deliver_and_record(self, written_version: WrittenVersion, waited_s: float) -> None:
         purpose = f"every engine to load version {written_version.version}"
-        record = await self._watchdog.until(self._deliver(written_version), DRIVER, purpose)
+        record = await self.watchdog.until(self._deliver(written_version), DRIVER, purpose)
         record = replace(record, waited_s=waited_s)
         # Only now, when all engines have proved it: recording it raises the ledger's version, and a group admitted at
         # this version must not get an older token (decision 0001).
-        await self._buffer.publish(record)
+        await self.buffer.publish(record)
         self._record = record
-        self._client.room.set()  # the ledger has room for groups at the new version
+        self.client.room.set()  # the ledger has room for groups at the new version
 
     async def _deliver(self, written_version: WrittenVersion) -> PublishRecord:
         """Have all serving engines load and prove a version. The ranks may train during the call.
@@ -207,7 +203,7 @@ class Publisher:
         started = time.monotonic()
         while True:
             try:
-                manifest = await self._replicas.manifest(written_version)
+                manifest = await self.replicas.manifest(written_version)
                 break
             except AgentLost:
                 # The bytes existed only in the agent's memory, so the ranks must write them again. They may have
@@ -221,12 +217,12 @@ class Publisher:
         self._current = publication = Publication(manifest, probe, last_probe)
         if served is not None:
             served.replaced.set()
-        engines = [] if same else self._client.serving()
+        engines = [] if same else self.client.serving()
         self._available.set()
         updates = await self._update_all(engines, publication)
         return PublishRecord(
             version=written_version.version,
-            step=written_version.version * self._publish_every,
+            step=written_version.version * self.spec.pipeline.publish_every,
             checksum=manifest.checksum,
             seconds=written_version.seconds + time.monotonic() - started,
             stall_s=max((update.stall_s for update in updates), default=0.0),
@@ -241,7 +237,7 @@ class Publisher:
         """Update each engine as soon as its host has the version; returns the successful updates."""
         nodes = {engine.process.node for engine in engines}
         # One pull for each host, however many engines it has.
-        pulls = {node: asyncio.ensure_future(self._replicas.pull(node, publication.manifest)) for node in nodes}
+        pulls = {node: asyncio.ensure_future(self.replicas.pull(node, publication.manifest)) for node in nodes}
         too_late = asyncio.ensure_future(self._too_late(pulls.values()))
         try:
             updates = await asyncio.gather(
@@ -286,12 +282,12 @@ class Publisher:
             return await self._prove(engine, publication, pull.result())
         except (PullFailed, ReplicaGone) as missing:
             # Not the engine's fault: it serves again when its host has the version (``bring_up``).
-            await self._client.withdraw(engine, self._withdraw_s)
-            await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
+            await self.client.withdraw(engine, min(WITHDRAW_S, self.spec.rollout.hang_seconds))
+            await self.budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
         except RunError as error:
             # If its keeper has replaced the process in the meantime, the new process is not at fault.
             if engine.process.actor is actor:
-                self._client.mark_dead(engine.name, error.message)
+                self.client.mark_dead(engine.name, error.message)
         return None
 
     # -- engines that start
@@ -306,7 +302,7 @@ class Publisher:
                 self._waiting -= 1
             publication = self._current
             assert publication is not None
-            pull = asyncio.ensure_future(self._replicas.pull(engine.process.node, publication.manifest))
+            pull = asyncio.ensure_future(self.replicas.pull(engine.process.node, publication.manifest))
             replaced = asyncio.ensure_future(publication.replaced.wait())
             try:
                 # A host slower than the publishes skips versions; otherwise it would never have the current one.
@@ -316,7 +312,7 @@ class Publisher:
                 await self._prove(engine, publication, pull.result())
             except (PullFailed, ReplicaGone):
                 if self._current is publication:
-                    if await self._replicas.have(publication.manifest):
+                    if await self.replicas.have(publication.manifest):
                         await asyncio.sleep(RETRY_S)
                     elif self._current is publication:
                         self._available.clear()  # for ``guard``, which has the trainer write it again
@@ -337,7 +333,7 @@ class Publisher:
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
             actor.update_weights.remote(
-                manifest.version, pulled.path, manifest.slots, self._policy, probe.ids, probe.images
+                manifest.version, pulled.path, manifest.slots, self.spec.pipeline.weight_update, probe.ids, probe.images
             ),
             name,
             self._timeout_s + seconds_for(size_of(manifest.slots)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
@@ -90,60 +90,51 @@ class RecentFailures:
         )
 
 
+@dataclass(slots=True, eq=False)
 class RolloutScheduler:
     """Starts groups while the buffer has room and the engines have slots, and follows their rollouts to their end.
 
     Two tasks share the work: ``_admit`` requests rollouts, ``_settle`` has them scored and recorded. Each episode has
     its own task, which does both.
-
-    Attributes:
-        failures: groups recently lost to failed rollouts or missing rewards.
-        rejected_in_a_row: rejections since a group finished, by reason.
     """
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        *,
-        buffer: Buffer,
-        client: GenerationClient,
-        scoring: Scoring,
-        prompts: PromptSource,
-        spawn: Spawn,
-        episodes: Episodes | None = None,
-        warn: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays groups without prompt ids: their
-        task calls the model itself. ``warn`` shows a warning to the user."""
-        self._spec = spec
-        self._buffer = buffer
-        self._client = client
-        self._scoring = scoring
-        self._prompts = prompts
-        self._spawn = spawn
-        self._episodes = episodes
-        self._warn = warn
-        self._lost = 0  # number of groups lost to failed rollouts or missing rewards
-        self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_begin = 0  # number of spawned episodes that do not run yet
-        self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
+    spec: ExperimentSpec
+    buffer: Buffer
+    client: GenerationClient
+    scoring: Scoring
+    prompts: PromptSource
+    spawn: Spawn
+    """Starts a coroutine whose failure ends the run."""
+    episodes: Episodes | None = None
+    """Plays groups without prompt ids: their task calls the model itself."""
+    warn: Callable[[str], None] = lambda _: None
+    failures: RecentFailures = field(init=False)
+    """Groups recently lost to failed rollouts or missing rewards."""
+    rejected_in_a_row: Counter[str] = field(default_factory=Counter)
+    """Rejections since a group finished, by reason."""
+    _lost: int = 0  # number of groups lost to failed rollouts or missing rewards
+    _episode_tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    _generated: asyncio.Queue[Rollout] = field(default_factory=asyncio.Queue)
+    _sampling: Sampling = field(init=False)
+    _open: dict[int, Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rollout = self.spec.rollout
+        self.failures = RecentFailures(rollout.max_failed_share)
         self._sampling = Sampling(
-            temperature=spec.rollout.sampling.temperature,
-            max_tokens=spec.rollout.max_response_tokens,
-            stop=tuple(spec.rollout.sampling.stop),
+            temperature=rollout.sampling.temperature,
+            max_tokens=rollout.max_response_tokens,
+            stop=tuple(rollout.sampling.stop),
         )
-        self._open: dict[int, Group] = {}
-        self.failures = RecentFailures(spec.rollout.max_failed_share)
-        self.rejected_in_a_row = Counter[str]()
 
     def resume(self, opening: Opening) -> None:
         """Continue the journal's groups, at the start."""
-        self._prompts.resume(opening.serial, opening.loader)
-        if self._prompts.filter is not None:
-            self._prompts.filter.restore(opening.solved)
+        self.prompts.resume(opening.serial, opening.loader)
+        if self.prompts.filter is not None:
+            self.prompts.filter.restore(opening.solved)
         for group in opening.groups:
             self._start(group)
-        self._client.room.set()
+        self.client.room.set()
 
     async def run(self) -> None:
         """Admit groups whenever there is room for them, and settle their rollouts. Never ends."""
@@ -151,7 +142,7 @@ class RolloutScheduler:
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """With the policy ``requeue``, abandon the groups that delay a batch, and start their prompts again."""
-        for old_id, group_id, version in await self._buffer.requeue(overdue):
+        for old_id, group_id, version in await self.buffer.requeue(overdue):
             abandoned = self._open.pop(old_id)
             # Start before the cancellation: otherwise ``_admit`` could give the freed slots to a new group.
             self._start(
@@ -161,50 +152,49 @@ class RolloutScheduler:
 
     async def _admit(self) -> None:
         while True:
-            await self._client.room.wait()
-            self._client.room.clear()
-            # Episodes between two calls of the model have no request now, but will need their slots again.
-            resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
-            slots = max(0, self._client.free - resting)
-            room = min(self._buffer.room(), self._prompts.wanted_groups)
-            if group_count := min(slots // self._spec.rollout.group_size, room):
+            await self.client.room.wait()
+            self.client.room.clear()
+            # Episodes between two calls of the model have no request now, but will need their slots again. Those that
+            # were started before this turn of the event loop have begun.
+            resting = self.episodes.resting if self.episodes is not None else 0
+            slots = max(0, self.client.free - resting)
+            room = min(self.buffer.room(), self.prompts.wanted_groups)
+            if group_count := min(slots // self.spec.rollout.group_size, room):
                 # Asked again after the wait: a publish or a batch may have changed the room.
-                count = min(await self._prompts.prepare(group_count), self._buffer.room())
+                count = min(await self.prompts.prepare(group_count), self.buffer.room())
                 if count < group_count:
-                    self._client.room.set()  # try again for the rest
-                candidates = [self._prompts.candidate() for _ in range(count)]
-                for group in await self._buffer.admit(candidates):
+                    self.client.room.set()  # try again for the rest
+                candidates = [self.prompts.candidate() for _ in range(count)]
+                for group in await self.buffer.admit(candidates):
                     self._start(group)
                 await asyncio.sleep(ADMIT_S)
 
     def _start(self, group: Group) -> None:
         """Request a group's missing rollouts, and queue its finished rollouts without a reward for scoring."""
         self._open[group.group_id] = replace(group, unscored={}, prefixes={})
-        for index in range(self._spec.rollout.group_size):
+        for index in range(self.spec.rollout.group_size):
             if index in group.scored or index in group.unscored:
                 continue
             recorded = group.prefixes.get(index, {})
             request = RolloutRequest(
                 training_rollout_id(group.group_id, index),
                 prompt_ids=group.prompt_ids,
-                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, group.group_id, index)),
+                sampling=replace(self._sampling, seed=rollout_seed(self.spec.seed, group.group_id, index)),
                 prefix=recorded.get(0, ()),
                 priority=group.group_id,
                 affinity=str(group.group_id),
                 images=group.images,
             )
             if group.prompt_ids:
-                self._client.enqueue([request], self._on_end, self._record_segments)
-            elif self._episodes is not None:
-                self._to_begin += 1
-                self._spawn(self._play(self._episodes, group=group, request=request, recorded=recorded))
+                self.client.enqueue([request], self._on_end, self._record_segments)
+            elif self.episodes is not None:
+                self.spawn(self._play(self.episodes, group=group, request=request, recorded=recorded))
         for rollout in group.unscored.values():
-            text = cut(self._client.decode(rollout.ids), self._sampling.stop)
+            text = cut(self.client.decode(rollout.ids), self._sampling.stop)
             self._generated.put_nowait(replace(rollout, text=text))
 
     async def _play(self, episodes: Episodes, group: Group, request: RolloutRequest, recorded: Recorded) -> None:
         """Play an episode. Its tokens are recorded as they arrive, and once more in full with its outcome."""
-        self._to_begin -= 1
         task = asyncio.current_task()
         if group.group_id not in self._open or task is None:  # abandoned before it began
             episodes.conclude(request.rollout_id, False)
@@ -226,14 +216,14 @@ class RolloutScheduler:
             episodes.conclude(request.rollout_id, is_recorded)
 
     def _record_segments(self, segments: list[Segment]) -> None:
-        self._spawn(self._buffer.record(segments=segments))
+        self.spawn(self.buffer.record(segments=segments))
 
     def _on_end(self, batch: EndedRequests) -> None:
         for _, result in batch:
             if isinstance(result, Rollout):
                 self._generated.put_nowait(result)
         if failed := [result for _, result in batch if isinstance(result, RolloutFailure)]:
-            self._spawn(
+            self.spawn(
                 self._conclude([], [Outcome(failure.rollout_id, RewardFailure(failure.reason)) for failure in failed])
             )
 
@@ -252,22 +242,22 @@ class RolloutScheduler:
                     if ready := self._ready(rollout):
                         prompt = self._open[group_and_index(rollout.rollout_id)[0]].prompt
                         judged += ready
-                        responses += responses_of(prompt, ready, self._scoring.sees_group(prompt))
-                scoring = asyncio.ensure_future(self._scoring.score(responses))
+                        responses += responses_of(prompt, ready, self.scoring.sees_group(prompt))
+                scoring = asyncio.ensure_future(self.scoring.score(responses))
                 recorded = {rollout.rollout_id: rollout for rollout in [*rollouts, *judged]}
-                self._spawn(self._record(list(recorded.values()), judged, scoring))
-                await asyncio.sleep(self._client.pause_s)
+                self.spawn(self._record(list(recorded.values()), judged, scoring))
+                await asyncio.sleep(self.client.pause_s)
                 await asyncio.wait([scoring], timeout=SETTLE_S)
 
     def _ready(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts to score now. A reward that sees the whole group waits for the group's last rollout."""
         group_id, index = group_and_index(rollout.rollout_id)
         group = self._open[group_id]
-        if not self._scoring.sees_group(group.prompt):
+        if not self.scoring.sees_group(group.prompt):
             return [rollout]
         waiting = {**group.unscored, index: rollout}
         self._open[group_id] = replace(group, unscored=waiting)
-        complete = len(waiting) + len(group.scored) == self._spec.rollout.group_size
+        complete = len(waiting) + len(group.scored) == self.spec.rollout.group_size
         return [waiting[position] for position in sorted(waiting)] if complete else []
 
     async def _record(
@@ -278,7 +268,7 @@ class RolloutScheduler:
         unrecorded = rollouts
         if scoring not in (await asyncio.wait([scoring], timeout=SCORE_TIMEOUT_S))[0]:
             # The reward is slow, and a kill during the wait must not lose these tokens (decision 0013).
-            await self._buffer.record(rollouts)
+            await self.buffer.record(rollouts)
             unrecorded = []
         scores = zip(judged, await scoring, strict=True)
         await self._conclude(unrecorded, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
@@ -286,7 +276,7 @@ class RolloutScheduler:
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
         """Record the outcomes of rollouts, and handle the groups that end with them."""
         # Record before acting: the buffer decides which groups have ended, and a kill must not undo it (decision 0013).
-        settled = await self._buffer.record(rollouts, outcomes=outcomes)
+        settled = await self.buffer.record(rollouts, outcomes=outcomes)
         failures = {
             group_and_index(outcome.rollout_id)[0]: outcome.score
             for outcome in outcomes
@@ -306,28 +296,28 @@ class RolloutScheduler:
                 self.failures.count_group()
                 in_a_row = self.rejected_in_a_row.total()
                 if in_a_row >= MIN_FAILURES and _is_power_of_2(in_a_row):
-                    self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
+                    self.warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
                 continue
             self.failures.count_group(failure)
             self._lost += 1
             if _is_power_of_2(self._lost):
                 count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
-                self._warn(f"group {group_id} is rejected: {failure}{count}")
+                self.warn(f"group {group_id} is rejected: {failure}{count}")
             await self._cancel(group_id)
         self._check()
-        self._client.room.set()
+        self.client.room.set()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
         group, rejection = self._open.pop(group_id, None), dict(settled.rejected).get(group_id)
         if group is not None and rejection not in ("failed", "unscored"):
-            self._prompts.visited(group.prompt.uid, group_id in settled.solved)
+            self.prompts.visited(group.prompt.uid, group_id in settled.solved)
 
     async def _cancel(self, group_id: int) -> None:
-        ids = [training_rollout_id(group_id, index) for index in range(self._spec.rollout.group_size)]
+        ids = [training_rollout_id(group_id, index) for index in range(self.spec.rollout.group_size)]
         for rollout_id in ids:
             if (task := self._episode_tasks.get(rollout_id)) is not None:
                 task.cancel()
-        await self._client.cancel(ids)
+        await self.client.cancel(ids)
 
     def _check(self) -> None:
         if message := self.failures.too_many():
@@ -339,7 +329,7 @@ class RolloutScheduler:
             raise RunError(
                 message, location=failure.location or "rollout", hint=f"{remedy}, or raise rollout.max_failed_share"
             )
-        if self.rejected_in_a_row.total() >= self._spec.pipeline.max_rejected_in_a_row:
+        if self.rejected_in_a_row.total() >= self.spec.pipeline.max_rejected_in_a_row:
             uniform = self.rejected_in_a_row["uniform"] * 2 >= self.rejected_in_a_row.total()
             raise RunError(
                 f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "

@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.system.remote import ActorDied, ActorLost, wait_for
+from asyncrl_cli.system.remote import ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.tasks.base import scores_groups, task_of
 from asyncrl_cli.workers.scoring import Answer, Response
@@ -122,16 +121,10 @@ async def _start(actor: Any) -> None:
 
 async def _answer(call: Awaitable[Any], actor: Any) -> Any:
     """The answer of a call, which may take any time while the actor answers pings. Raises like ``wait_for``."""
-    from ray.exceptions import RayError, RayTaskError
-
     answer = asyncio.ensure_future(wait_for(call, SCORER))
     try:
         while not (await asyncio.wait([answer], timeout=ACTOR_S))[0]:
             await wait_for(actor.ping.remote(), SCORER, ACTOR_S)
         return answer.result()
-    except RunError as error:
-        if isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError):  # out of memory
-            raise ActorDied("the process died", location=SCORER) from error
-        raise
     finally:
         answer.cancel()

@@ -45,7 +45,7 @@ class TaskActors:
         self._task_objects = experiment.tasks
         self._factory = factory
         self._budget = budget
-        self._all_workers: list[EpisodeWorkers | OutsideSessions] = []
+        self._all_workers: list[EpisodeWorkers] = []
         self._gateway: GatewayClient | None = None
         self.scoring = self._make_scoring("", spec.task)
         self._outside = outside
@@ -54,7 +54,6 @@ class TaskActors:
         if "" in self._episodic and not isinstance(experiment.tasks.get(""), External):
             self._workers = self._make_workers(spec.task, "episode-worker")
         elif outside is not None:
-            self._all_workers.append(outside)
             self._workers = outside
         self.episodes: Episodes | None = None
         """Plays the rollouts of the run's task, if they are episodes."""
@@ -74,7 +73,7 @@ class TaskActors:
         if self._outside is not None and self._access_file is not None:
             token, port = _known_access(self._access_file)
             setup = replace(setup, client_token=token, secret=token.encode())
-            self._outside.on_progress, self._outside.on_demand = on_progress, client.room.set
+            self._outside.on_demand = client.room.set
             answer = self._outside.answer
         self._gateway = GatewayClient(
             setup, self._factory.gateway, generate=client.generate, budget=self._budget, answer=answer, port=port

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
 from asyncrl_cli.journal.buffer import Buffer
@@ -33,41 +33,31 @@ class StepPassed(Exception):
     """The trainer's weights are already past the requested step."""
 
 
+@dataclass(slots=True, eq=False)
 class ResilientTrainer:
     """Trainer ranks that are restarted after a death."""
 
-    def __init__(
-        self,
-        ranks: TrainerRanks,
-        *,
-        buffer: Buffer,
-        run: RunDirectory,
-        budget: RestartBudget,
-        microbatch_tokens: int,
-        repeated: Callable[[TrainingBatch, StepReport], None],
-        progress: Callable[[], None] = lambda: None,
-        gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:
-        """``microbatch_tokens``: `trainer.tokens_per_microbatch`. ``repeated`` is called for each recorded batch that
-        is trained again, and ``progress`` while its micro-batches are. Each step is trained within a ``gpu_turn()``."""
-        self.step = 0
-        """Number of steps in the weights. Set it if the ranks have started from a checkpoint."""
-        self.ready = True
-        """True if the ranks live and have exactly the weights after ``step`` steps. A cancelled step leaves it False,
-        because the ranks finish the step."""
-        self.ranks = ranks
-        self._buffer = buffer
-        self._run = run
-        self._budget = budget
-        self._repeated = repeated
-        self._progress = progress
-        self._gpu_turn = gpu_turn
-        self._microbatch_tokens = microbatch_tokens
-        self._reduced_tokens: dict[int, int] = {}  # by step, of this process; older ones are in their batches
-        self.recovering = asyncio.Lock()
-        """Held while a recovery reads checkpoints and recorded batches; nobody may delete any during this time."""
-        # Calls to the ranks are collective. Two at a time could reach the ranks in different orders and deadlock.
-        self._turn = asyncio.Lock()
+    ranks: TrainerRanks
+    buffer: Buffer
+    run: RunDirectory
+    budget: RestartBudget
+    microbatch_tokens: int
+    repeated: Callable[[TrainingBatch, StepReport], None]
+    """Called for each recorded batch that is trained again."""
+    progress: Callable[[], None] = lambda: None
+    """Called while a batch is trained again."""
+    gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Each step is trained within it."""
+    step: int = 0
+    """Number of steps in the weights."""
+    ready: bool = True
+    """True if the ranks live and have exactly the weights after ``step`` steps. A cancelled step leaves it False,
+    because the ranks finish the step."""
+    recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a recovery reads checkpoints and recorded batches; nobody may delete any during this time."""
+    _reduced_tokens: dict[int, int] = field(default_factory=dict)  # by step, of this process; older: in their batches
+    # Calls to the ranks are collective. Two at a time could reach the ranks in different orders and deadlock.
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def at_step(self, step: int, call: Callable[[], Awaitable[T]], go_back: str = "") -> T:
         """The result of ``call`` with the weights after ``step`` steps. If a rank dies, recover and repeat the call.
@@ -111,33 +101,33 @@ class ResilientTrainer:
         if not self.ready:
             # A checkpoint past the step is useless: training cannot be undone. A damaged one is skipped: from an older
             # one the same weights follow, after more repeated steps.
-            checkpoint = await asyncio.to_thread(newest_undamaged, self._run, step)
+            checkpoint = await asyncio.to_thread(newest_undamaged, self.run, step)
             self.step, folder = (checkpoint.step, checkpoint.folder) if checkpoint else (0, None)
             await self.ranks.restart(folder)
             self.ready = True
         while self.step < step:
             # From the journal, not from memory: a repeated step must see exactly the recorded batch (decision 0009).
-            batch = await self._buffer.batch(self.step)
-            self._repeated(batch, await self._train(batch, self._progress))
+            batch = await self.buffer.batch(self.step)
+            self.repeated(batch, await self._train(batch, self.progress))
 
     async def _lose(self, name: str, cause: str) -> None:
         """Make the next work begin with a restart of all ranks. Raises ``RunError`` if the budget is spent."""
         self.ready = False
-        await self._budget.spend("trainer", name, cause)
+        await self.budget.spend("trainer", name, cause)
 
     async def _reduce(self, batch: TrainingBatch, error: FullGpu) -> NoReturn:
         """Halve the micro-batches of a batch, and raise ``TrainerLost``. Raises ``error`` if they have only one row."""
-        tokens = batch.tokens_per_microbatch or self._microbatch_tokens
+        tokens = batch.tokens_per_microbatch or self.microbatch_tokens
         if tokens <= batch.longest_row:
             raise error
         self._reduced_tokens[batch.step] = tokens // 2
         # Before the batch is trained so: a resume and a replay must divide it in the same way.
-        await self._buffer.reduce_microbatches(batch.step, tokens // 2)
+        await self.buffer.reduce_microbatches(batch.step, tokens // 2)
         cause = f"{error.message}; step {batch.step + 1} is trained with {tokens // 2:,} tokens a micro-batch"
         raise TrainerLost(error.location, cause) from error
 
     async def _train(self, batch: TrainingBatch, progress: Callable[[], None]) -> StepReport:
-        async with self._gpu_turn():
+        async with self.gpu_turn():
             # Before the call: if it is cancelled, the ranks still finish the step, and nobody learns when.
             self.ready = False
             tokens = self._reduced_tokens.get(batch.step, batch.tokens_per_microbatch)

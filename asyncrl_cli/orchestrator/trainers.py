@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,38 +49,27 @@ def _put(batch: TrainingBatch | SupervisedBatch) -> Any:
     return ray.put(batch)
 
 
+@dataclass(eq=False)
 class TrainerRanks:
-    """All ranks of a run's trainer.
+    """All ranks of a run's trainer."""
 
-    Attributes:
-        locations: each rank's location, in rank order; empty before ``preload``.
-        probe_prompt_ids: token ids of the task's prompts for the probe; empty if prompts have no token ids.
-    """
-
-    def __init__(
-        self,
-        make_actor: Callable[[PlacementGroup, int], Any],
-        group: PlacementGroup,
-        search_path: Path,
-        limit_s: float,
-        warn: Callable[[str], None],
-        share: Callable[[TrainingBatch | SupervisedBatch], Any] = _put,
-    ) -> None:
-        """``make_actor(group, index)`` creates an actor in a bundle of ``group``, which has one bundle for each rank.
-        ``limit_s``: seconds that a call may take, or that a step may go without progress. ``warn`` gets a text about
-        missing resources while Ray has no room. ``share`` stores a batch once for all ranks, and returns what their
-        calls get."""
-        self.locations: tuple[RankLocation, ...] = ()
-        self.probe_prompt_ids: tuple[int, ...] = ()
-        self._share = share
-        self._group = group
-        self._make_actor = make_actor
-        self._search_path = search_path
-        self._limit_s = limit_s
-        self._warn = warn
-        self._actors: list[Any] = []
-        self._model_dir = ""
-        self._model_bytes = 0
+    make_actor: Callable[[PlacementGroup, int], Any]
+    """Creates an actor in the bundle of ``group`` with this index."""
+    group: PlacementGroup
+    search_path: Path
+    limit_s: float
+    """Seconds that a call may take, or that a step may go without progress."""
+    warn: Callable[[str], None]
+    """Gets a text about missing resources while Ray has no room."""
+    share: Callable[[TrainingBatch | SupervisedBatch], Any] = _put
+    """Stores a batch once for all ranks; returns what their calls get."""
+    locations: tuple[RankLocation, ...] = ()
+    """Each rank's location, in rank order; empty before ``preload``."""
+    probe_prompt_ids: tuple[int, ...] = ()
+    """Token ids of the task's prompts for the probe; empty if prompts have no token ids."""
+    _actors: list[Any] = field(default_factory=list)
+    _model_dir: str = ""
+    _model_bytes: int = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -102,11 +91,11 @@ class TrainerRanks:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        await self._group.wait_for_room(self._warn)
+        await self.group.wait_for_room(self.warn)
         await wait_for_head()
-        self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
-        visits = _all([actor.visit.remote(str(self._search_path)) for actor in actors], START_TIMEOUT_S)
-        locations = await self._group.first_answer(visits, self._warn)
+        self._actors = actors = [self.make_actor(self.group, index) for index in range(self.group.count)]
+        visits = _all([actor.visit.remote(str(self.search_path)) for actor in actors], START_TIMEOUT_S)
+        locations = await self.group.first_answer(visits, self.warn)
         order = rank_order(locations)
         self._actors, self.locations = [actors[index] for index in order], tuple(locations[index] for index in order)
         one_host = len({location.node_id for location in locations}) == 1
@@ -131,7 +120,7 @@ class TrainerRanks:
             self._address,
             self._port,
             folder,
-            str(self._search_path),
+            str(self.search_path),
             limit_s=START_TIMEOUT_S + seconds,
         )
 
@@ -142,7 +131,7 @@ class TrainerRanks:
 
     async def check(self) -> None:
         """Raise ``TrainerLost`` if a rank is dead."""
-        await _all([_look_at(actor) for actor in self._actors], self._limit_s)
+        await _all([_look_at(actor) for actor in self._actors], self.limit_s)
 
     async def train_step(self, batch: TrainingBatch, progress: Callable[[], None] = lambda: None) -> StepReport:
         """Train one batch. ``progress`` is called while ranks finish micro-batches.
@@ -170,33 +159,31 @@ class TrainerRanks:
         probe: Probe = (await self._call("write", version, paths, self.probe_prompt_ids))[0]
         return probe
 
-    async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
-        """Copy every rank's state for ``write_checkpoint``; unless ``in_background``, also write it in this call.
-        Training may continue afterwards."""
-        sharers = max(Counter(self.nodes).values()) if in_background else 0
-        limit_s = self._limit_s + self.saving_s
-        await self._call("save_checkpoint", str(folder), sharers, limit_s=limit_s)
+    async def save_checkpoint(self, folder: Path) -> None:
+        """Copy every rank's state for ``write_checkpoint``. Training may continue afterwards."""
+        sharers = max(Counter(self.nodes).values())
+        await self._call("save_checkpoint", str(folder), sharers, limit_s=self.limit_s + self.saving_s)
 
     async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
         """Write the copied states, while the ranks may train; returns the large files' checksums by their path."""
         rank_digests: list[dict[str, Digest]] = await self._call(
-            "write_checkpoint", str(folder), limit_s=self._limit_s + self.saving_s, group=WRITING
+            "write_checkpoint", str(folder), limit_s=self.limit_s + self.saving_s, group=WRITING
         )
         return {path: digest for files in rank_digests for path, digest in files.items()}
 
     async def save_model(self, folder: Path, adapter_folder: Path) -> None:
         """Write the weights as a Hugging Face model, and its adapters, if any, to ``adapter_folder``."""
         await self._call(
-            "save_model", str(folder), str(adapter_folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes)
+            "save_model", str(folder), str(adapter_folder), limit_s=self.limit_s + seconds_for(2 * self._model_bytes)
         )
 
     async def _step(
         self, method: str, batch: TrainingBatch | SupervisedBatch, progress: Callable[[], None] = lambda: None
     ) -> list[StepReport]:
         # Stored once, in a thread: Ray would pickle an argument once for each rank, in the driver's event loop.
-        shared = await asyncio.to_thread(self._share, batch)
+        shared = await asyncio.to_thread(self.share, batch)
         try:
-            async with asyncio.timeout(self._limit_s) as limit:
+            async with asyncio.timeout(self.limit_s) as limit:
                 watching = asyncio.create_task(self._watch_step(limit, progress))
                 try:
                     return await self._call(method, shared, limit_s=math.inf)
@@ -204,7 +191,7 @@ class TrainerRanks:
                     watching.cancel()
         except TimeoutError:
             raise NoAnswer(
-                f"no rank has finished a micro-batch within {self._limit_s:.0f} s",
+                f"no rank has finished a micro-batch within {self.limit_s:.0f} s",
                 location="trainer-0",
                 hint="see logs/trainer-0.log in the run's folder",
             ) from None
@@ -214,18 +201,18 @@ class TrainerRanks:
         counts: list[int] = []
         with suppress(TrainerLost, RunError):  # the step's own call raises the error
             while True:
-                await asyncio.sleep(min(LONGEST_LOOK_S, self._limit_s / 16))
+                await asyncio.sleep(min(LONGEST_LOOK_S, self.limit_s / 16))
                 previous_counts = counts
-                counts = await _all([_look_at(actor) for actor in self._actors], self._limit_s)
+                counts = await _all([_look_at(actor) for actor in self._actors], self.limit_s)
                 if previous_counts and counts != previous_counts and not limit.expired():
-                    limit.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+                    limit.reschedule(asyncio.get_running_loop().time() + self.limit_s)
                     progress()
 
     async def _call(
         self, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None
     ) -> list[Any]:
         calls = [getattr(actor, method).options(concurrency_group=group).remote(*arguments) for actor in self._actors]
-        return await _all(calls, limit_s or self._limit_s)
+        return await _all(calls, limit_s or self.limit_s)
 
 
 def weight_bytes(model: str) -> int:

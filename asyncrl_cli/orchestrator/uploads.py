@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from asyncrl_cli.core.background import Background
@@ -22,6 +21,8 @@ from asyncrl_cli.spec.sections import CheckpointSpec
 
 LIMIT_S, BYTES_PER_S = 600.0, 20e6
 """A run's end waits for uploads for ``LIMIT_S`` seconds, and a second per ``BYTES_PER_S``."""
+LOOK_S = 0.1
+"""Seconds between two checks whether the uploads have ended."""
 
 
 class Uploads:
@@ -34,7 +35,6 @@ class Uploads:
         self._warn = warn
         self._loop = asyncio.get_running_loop()
         self._background = Background("upload")
-        self._newest_end: asyncio.Future[None] | None = None
         self._warnings: set[str] = set()
         self.waiting: set[int] = set()
         """Steps with a checkpoint that must not be deleted yet, because its upload has not ended."""
@@ -43,7 +43,6 @@ class Uploads:
         """Upload the journal's checkpoints that are not uploaded yet, without waiting."""
         if self._target is None:
             return
-        end = self._newest_end = self._loop.create_future()
         newest_steps = {checkpoint.step for checkpoint in complete_checkpoints(self._run.path / "checkpoints")[-1:]}
         self.waiting |= newest_steps
 
@@ -59,20 +58,17 @@ class Uploads:
                 self._warn(hide(f"checkpoints.upload: {error}"))
             finally:
                 self.waiting -= newest_steps  # also if an earlier driver has uploaded it
-                with suppress(RuntimeError):  # the loop has ended, so no task waits
-                    self._loop.call_soon_threadsafe(end.cancel)
 
         self._background.submit(job)
 
     async def finish(self) -> None:
         """Wait a limited time for the uploads that have begun."""
-        if self._newest_end is None:
-            return
         checkpoints = complete_checkpoints(self._run.path / "checkpoints")
         limit_s = LIMIT_S + sum(each.size for each in checkpoints if each.step in self.waiting) / BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.wait([self._newest_end])
+                while self.waiting:
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
             steps = ", ".join(map(str, sorted(self.waiting)))
             self._warn(f"checkpoints.upload: not done after {limit_s:.0f} s for steps {steps}; copy them yourself")

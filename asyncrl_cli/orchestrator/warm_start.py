@@ -143,7 +143,7 @@ class WarmStart:
                 loss_text = f"loss {loss:.3f}" + "".join(f", held-out {value:.3f}" for value in losses.values())
                 self.status(f"warm start, update {update + 1} of {updates}, {loss_text}, {speed:,.0f} tokens/s")
             if saving_every and (update + 1) % saving_every == 0 and update + 1 < updates:
-                await checkpoints.copy(update + 1, in_background=False)
+                await checkpoints.copy(update + 1)
                 await checkpoints.write(update + 1, {"step": update + 1})
                 await asyncio.to_thread(checkpoints.prune, {})
         folder = (self.run.path / WARM_START).absolute()  # the ranks may have another working directory

@@ -77,7 +77,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
     Raises the actor's own ``UserError`` unchanged, ``ActorDied``, ``NoAnswer`` after ``timeout_s`` seconds, and
     ``RunError`` for any other error of the actor.
     """
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     hint = f"see logs/{who}.log in the run's folder"
     try:
@@ -90,7 +90,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
         raise RunError(f"{type(cause).__name__}: {_first_line(cause)}", location=who, hint=hint) from error
     except ActorUnavailableError as error:
         raise Unreachable("the connection is lost", location=who, hint=hint) from error
-    except RayActorError as error:
+    except (RayActorError, OutOfMemoryError) as error:
         raise ActorDied("the process died", location=who, hint=hint) from error
     except RayError as error:
         raise RunError(f"{type(error).__name__}: {_first_line(error)}", location=who, hint=hint) from error

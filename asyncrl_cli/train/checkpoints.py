@@ -212,8 +212,7 @@ class Snapshot:
 
     @contextmanager
     def recording(self, sharers: int) -> Iterator[None]:
-        """Take a new snapshot in the block. ``sharers``: ranks that do this on the host at the same time; 0: ``add``
-        writes files instead of copying."""
+        """Take a new snapshot in the block. ``sharers``: ranks that do this on the host at the same time."""
         import torch
 
         with self._writing:  # waits for a running ``write`` of the last snapshot
@@ -259,9 +258,9 @@ class Snapshot:
         pinned = torch.cuda.host_memory_stats()  # memory that torch keeps for the next copies; empty on CPUs
         spare = pinned.get("allocated_bytes.current", 0) - pinned.get("active_bytes.current", 0)
         # Times the ranks of this host: they all copy now, and see the same available memory.
-        if not (fits := self._sharers * (nbytes - spare) <= MOST_MEMORY * available_memory()):
+        if not (fits := bool(self._sharers * (nbytes - spare) <= MOST_MEMORY * available_memory())):
             log.warning("training waits while %d bytes are written: this host has no memory for a copy", nbytes)
-        return fits and self._sharers > 0
+        return fits
 
 
 def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int) -> None:

@@ -301,8 +301,7 @@ class TrainerWorker:
     def save_checkpoint(self, folder: str, sharers: int) -> None:
         """Copy this rank's shard of weights and optimizer, its counter and random-number states.
 
-        Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host; 0: write files
-        instead of copying.
+        Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host.
         """
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
 

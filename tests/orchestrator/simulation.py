@@ -33,7 +33,7 @@ from asyncrl_cli.orchestrator import nodes
 from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import DriverStart, _save_before_leaving
-from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
@@ -579,28 +579,26 @@ class Simulation:
             sets={name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
         )
         return Orchestrator(
-            Parts(
-                spec=spec,
-                opening=opening,
-                checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
-                run=run,
-                buffer=buffer,
-                ranks=ranks,
-                replicas=hosts.replicas,
-                client=client,
-                make_engine=cluster.engine,  # type: ignore[arg-type]
-                scoring=scorer,
-                prompts=PromptSource(
-                    loader_of(spec),
-                    encoder,  # type: ignore[arg-type]
-                    opening.waiting,
-                ),
-                episodes=None,
-                evaluator=evaluator,
-                reporter=reporter,
-                budget=budget,
-                watchdog=dog,
-            )
+            spec=spec,
+            opening=opening,
+            checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
+            run_directory=run,
+            buffer=buffer,
+            ranks=ranks,
+            replicas=hosts.replicas,
+            client=client,
+            make_engine=cluster.engine,  # type: ignore[arg-type]
+            scoring=scorer,
+            prompts=PromptSource(
+                loader_of(spec),
+                encoder,  # type: ignore[arg-type]
+                opening.waiting,
+            ),
+            episodes=None,
+            evaluator=evaluator,
+            reporter=reporter,
+            budget=budget,
+            watchdog=dog,
         )
 
     async def _agent_works(self, agent: StandInAgent) -> None:

@@ -140,15 +140,6 @@ def once(name: str) -> Callable[[EngineActor], None]:
     return fate
 
 
-async def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
-    trainers = Trainers()
-    folder, notes, shown = await started(Factory(), trainers)
-    assert folder == "/models/one"
-    assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
-    assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
-    assert notes == []
-
-
 @pytest.mark.parametrize("shared_gpus", [False, True])
 async def test_ranks_load_after_engines_that_share_their_gpus(shared_gpus: bool, killed: list[Any]) -> None:
     """Also if an engine dies while it starts, and starts again. Without shared GPUs they do not wait."""

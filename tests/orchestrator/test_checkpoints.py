@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ class StandInRanks:
     def __init__(self) -> None:
         self.saves: list[str] = []
 
-    async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
+    async def save_checkpoint(self, folder: Path) -> None:
         self.saves.append(folder.name)
 
     async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
@@ -43,7 +42,7 @@ def checkpoints_of(run: RunDirectory, ranks: StandInRanks, **retention: int) -> 
 
 
 async def saved(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> Checkpoint:
-    await checkpoints.copy(step, in_background=True)
+    await checkpoints.copy(step)
     return await checkpoints.write(step, state)
 
 
@@ -125,17 +124,6 @@ async def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     cancelled.set()
     assert await asyncio.to_thread(ended.wait, 60)
     assert names(run) == [".saving-step-000040"]
-
-
-async def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ranks: StandInRanks) -> None:
-    checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
-    removed = []
-    for step in range(1, 10):
-        await saved(checkpoints, step, {})
-        accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
-        removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
-    assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
-    assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
 
 
 async def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(

@@ -136,21 +136,10 @@ async def test_many_small_calls_share_the_room_of_the_actor() -> None:
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("full")])
-async def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error: Exception) -> None:
-    async def fails(texts: list[str]) -> list[Any]:
-        raise error
-
-    first, second = StandIn(fails), StandIn(lengths)
-    scorer, notes = scoring_with(first, second)
-    assert plain(await scorer.score(responses("a", "bb"))) == [1.0, 2.0]
-    assert second.calls == [["a"], ["bb"]]
-    assert (killed, notes) == ([first], [("scorer", "scorer", "the process died")])
-
-
-async def test_the_response_that_kills_twice_has_no_reward(killed: list[Any]) -> None:
+async def test_the_response_that_kills_twice_has_no_reward(killed: list[Any], error: Exception) -> None:
     async def dies_of_bad(texts: list[str]) -> list[Any]:
         if "bad" in texts:
-            raise ActorDiedError
+            raise error
         return await lengths(texts)
 
     actors = [StandIn(dies_of_bad) for _ in range(3)]

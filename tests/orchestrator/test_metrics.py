@@ -85,12 +85,6 @@ def test_windows_divide_the_time_between_two_steps(clock: Clock) -> None:
     assert steps.lap(StepReport(seconds=5.0), 4.0) == window(4.0, 10, 5.0, 1.0, 1.0, 0.0, 0.25, 1)
 
 
-def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
-    steps = StepClock(client_over(1))
-    clock.now += 1.0
-    assert steps.lap(StepReport(seconds=0.5), 0.0) == window(1.0, 0, 0.5, 0.5, 0.0, 0.0, 0.0, 1)
-
-
 GROUPS = (
     TrainingGroup(4, "a", 1, (rollout("4-0", (1, 1)), rollout("4-1", (1, 2, 3, 3), finished=False)), (1.0, 0.5)),
     TrainingGroup(6, "b", 2, (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),

@@ -98,11 +98,6 @@ def test_a_run_that_fits_is_never_refused(
             assert check_resources(spec_with(1, 0, cluster), nodes, most_engines, ranks).startswith("room for ")
 
 
-def test_a_cluster_with_room_names_what_fits() -> None:
-    found = check_resources(spec_with(2, 4), [node(1, 8, 8), node(2)], 2, 1)
-    assert found == "room for 2 engines of 1 CPU and 4 GPUs and 1 trainer rank of 1 CPU on 2 nodes"
-
-
 def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
     with pytest.raises(RunError) as error:
         check_resources(spec, nodes, spec.rollout.min_engines, spec.trainer.ranks)
@@ -143,14 +138,6 @@ def test_labels_that_no_node_has_are_refused() -> None:
 
 
 # -- what is missing
-
-
-def test_on_several_nodes_a_shortage_is_shown_node_by_node() -> None:
-    nodes = [node(1, 8, 2), Node("id2", "10.0.0.2", total={"CPU": 4.0, "GPU": 8.0}, free={"CPU": 1.0})]
-    assert shortage({"CPU": 1, "GPU": 4}, 1, nodes) == (
-        "it needs 1 CPU and 4 GPUs, all on one node; free: 8 of 8 CPUs, 2 of 2 GPUs on host-1 (10.0.0.1); "
-        "1 of 4 CPUs, 0 of 8 GPUs on 10.0.0.2"
-    )
 
 
 def test_a_shortage_in_a_large_cluster_has_a_short_text() -> None:

@@ -67,7 +67,7 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "live_nodes", lambda: nodes)
 
 
-NEEDS = "it needs 1 CPU and 2 GPUs; free: 3 of 8 CPUs, 0 of 4 GPUs"
+NEEDS = "it needs 1 CPU and 2 GPUs, all on one node; free: 3 of 8 CPUs, 0 of 4 GPUs on 10.0.0.1"
 
 
 @pytest.mark.usefixtures("one_node")

@@ -23,23 +23,6 @@ def source(texts: list[str], first: tuple[Prompt, ...] = (), warn: Callable[[str
     return PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), first, warn=warn)
 
 
-def test_text_is_encoded_up_to_the_limit() -> None:
-    encoder = PromptEncoder(TOKENIZER, 3)
-    ids = encoder.encode(Prompt("p", "1+1"))
-    assert ids is not None
-    assert TOKENIZER.decode(ids) == "1+1"
-    assert encoder.encode(Prompt("p", "1+1=")) is None
-
-
-def test_chats_go_through_the_template() -> None:
-    ids = PromptEncoder(TOKENIZER, 10).encode(CHAT)
-    assert ids is not None
-    assert all(isinstance(token, int) for token in ids)
-    expected = TOKENIZER.apply_chat_template([*CHAT.content], add_generation_prompt=True, tokenize=False)
-    assert TOKENIZER.decode(ids) == expected
-    assert PromptEncoder(TOKENIZER, 1).encode(CHAT) is None
-
-
 def test_a_chat_without_a_template_is_refused_with_a_hint() -> None:
     bare = character_tokenizer(256)
     bare.chat_template = None

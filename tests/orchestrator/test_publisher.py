@@ -241,16 +241,6 @@ def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
 # -- the same weights again
 
 
-async def test_the_same_weights_are_not_loaded_twice() -> None:
-    harness = Harness(Engine())
-    await harness.serve(0)
-    await harness.serve(1)
-    report = await harness.serve(1)
-    assert loaded(harness) == [0, 1]
-    assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
-    assert harness.available
-
-
 async def test_an_outdated_engine_is_found_after_the_same_weights_are_published_again() -> None:
     harness = Harness()
     harness.step = 5e-4

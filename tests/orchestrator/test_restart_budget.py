@@ -6,7 +6,7 @@ import pytest
 from stand_ins import Notes
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.system.supervised_actor import WINDOW_S, ActorKind, RestartBudget
+from asyncrl_cli.system.supervised_actor import WINDOW_S, RestartBudget
 
 
 async def test_restarts_are_recorded_and_shown_and_one_too_many_ends_the_run_with_the_first_cause() -> None:
@@ -14,11 +14,13 @@ async def test_restarts_are_recorded_and_shown_and_one_too_many_ends_the_run_wit
     budget = notes.budget(2)
     await budget.spend("engine", "engine-1", "out of memory")
     await budget.spend("engine", "engine-0", "no answer within 120 s")
+    await budget.spend("trainer", "trainer-0", "kinds are counted separately")
     with pytest.raises(RunError) as error:
         await budget.spend("engine", "engine-2", "hangs")
     assert notes == [
         ("engine", "engine-1", "out of memory"),
         ("engine", "engine-0", "no answer within 120 s"),
+        ("trainer", "trainer-0", "kinds are counted separately"),
         ("engine", "engine-2", "hangs"),
     ]
     assert notes.warnings[:2] == [
@@ -32,26 +34,6 @@ async def test_restarts_are_recorded_and_shown_and_one_too_many_ends_the_run_wit
     )
     assert "logs/engine-2.log" in error.value.hint
     assert "pipeline.max_restarts" in error.value.hint
-
-
-async def test_kinds_are_counted_separately() -> None:
-    budget = Notes().budget(1)
-    kinds: list[ActorKind] = ["engine", "trainer", "gateway", "scorer"]
-    for kind in kinds:
-        await budget.spend(kind, kind, f"the {kind}'s first")
-    for kind in kinds:
-        with pytest.raises(RunError, match=f"the first cause: {kind}: the {kind}'s first"):
-            await budget.spend(kind, kind, "again")
-
-
-async def test_a_fault_without_a_restart_is_recorded_but_not_counted() -> None:
-    notes = Notes()
-    budget = notes.budget(1)
-    for _ in range(3):
-        await budget.note("weights", "trainer-0", "other bits")
-    await budget.spend("trainer", "trainer-0", "died")
-    assert notes[:3] == [("weights", "trainer-0", "other bits")] * 3
-    assert notes.warnings[:3] == ["trainer-0: other bits"] * 3
 
 
 async def test_restarts_of_long_ago_do_not_count() -> None:

@@ -215,9 +215,10 @@ async def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, mon
     monkeypatch.setattr(TrainerRanks, "_call", note)
     ranks = TrainerRanks(pytest.fail, ReadyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
     ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
+    ranks.locations = (RankLocation("node", "10.0.0.1"),) * 2
     await ranks.start(None)
     assert limits["start"] == START_TIMEOUT_S + 40
-    await ranks.save_checkpoint(Path("/x"), in_background=False)
+    await ranks.save_checkpoint(Path("/x"))
     assert await ranks.write_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
     assert limits["save_checkpoint"] == limits["write_checkpoint"] == 60 + ranks.saving_s == 60 + 160
     await ranks.save_model(Path("/x"), Path("/y"))

@@ -106,42 +106,22 @@ async def test_waits_that_depend_on_the_models_size_have_longer_limits() -> None
             await harness.look()
 
 
-async def test_a_wait_that_is_over_is_forgotten() -> None:
+async def test_tokens_are_progress_for_waits_for_generation_and_a_repeated_step_for_all() -> None:
     harness = Harness()
-    with harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
-        pass
-    with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
+    with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a wait that is over", 2 * LIMIT_S):
         raise ValueError("oh")
-    await harness.look()
-    assert harness.warned == []
-
-
-async def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
-    harness = Harness()
-    with harness.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
-        await harness.look()
-        wait.progress()
-        wait.since -= 0.6 * LIMIT_S
-        await harness.look()
-        assert len(harness.warned) == 2
-        assert harness.recorded == [wait, wait]
-
-
-async def test_tokens_are_progress_only_for_waits_for_generation() -> None:
-    harness = Harness()
-    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S):
+    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S) as wait:
         harness.dog.progress()
         await harness.look()
         assert harness.warned == []
+        wait.since -= 0.6 * LIMIT_S
+        await harness.look()
+        with harness.waiting("the driver", "every engine", 2 * LIMIT_S):
+            harness.dog.caught_up()
+            wait.since -= 0.6 * LIMIT_S
+            await harness.look()
+            assert harness.recorded == [wait, wait], "it is reported again after progress"
         with harness.waiting("the driver", "every engine", 2 * LIMIT_S):
             harness.dog.progress()
             with pytest.raises(RunError, match="no progress: the driver has waited for every engine"):
                 await harness.look()
-
-
-async def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
-    harness = Harness()
-    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S), harness.waiting("the trainer", "a step", 2 * LIMIT_S):
-        harness.dog.caught_up()
-        await harness.look()
-        assert harness.warned == []
