@@ -25,7 +25,7 @@ from threading import Event
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.interrupts import GROUP_SIGNALS
+from asyncrl_cli.orchestrator.interrupts import GROUP_SIGNALS, Interrupted, Stop
 from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
 from asyncrl_cli.sizing.host import OBJECT_STORE_BYTES, stored_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -280,20 +280,23 @@ def _connect_once(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
-async def while_ray_lives(coroutine: Awaitable[T], hint: str) -> T:
+async def while_ray_lives(coroutine: Awaitable[T], hint: str, stop: Stop | None = None) -> T:
     """The result of ``coroutine``. If Ray's own processes end first, cancel it and raise ``RunError`` with ``hint``:
-    Ray would end this process after a minute, without a message."""
+    Ray would end this process after a minute, without a message. If ``stop`` comes first, raise ``Interrupted``."""
     working, watching = asyncio.ensure_future(coroutine), asyncio.create_task(_until_ray_ends(hint))
+    stopping = asyncio.create_task((asyncio.Event() if stop is None else stop.event).wait())
     try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, watching, stopping], return_when=asyncio.FIRST_COMPLETED)
         if watching.done() or (working.done() and not working.cancelled() and working.exception() and _dead()):
             _lost.set()
             await watching  # raises the cause; the error of ``work`` is only a consequence
+        if not working.done():
+            raise Interrupted
         return await working
     finally:
-        for task in (working, watching):
+        for task in (working, watching, stopping):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, watching, stopping, return_exceptions=True)
 
 
 async def _until_ray_ends(hint: str) -> NoReturn:

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -71,15 +70,3 @@ def stop_on_signals() -> Iterator[Stop]:
         if not stop.is_requested:
             for signal_number in handled_signals:
                 signal.signal(signal_number, handlers[signal_number])
-
-
-async def until_stopped(coroutine: Any, stop: Stop) -> Any:
-    """The result of ``coroutine``. Cancels it and raises ``Interrupted`` if ``stop`` comes first."""
-    working, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.event.wait())
-    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if working.done():
-        stopping.cancel()
-        return working.result()
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    raise Interrupted

@@ -43,7 +43,7 @@ from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
@@ -164,16 +164,16 @@ async def _run(
         hint = f"asyncrl resume {run.argument}"
         if spec.model.warm_start is not None:
             work = _warm_started(experiment, recorder=recorder, reporter=reporter)
-            experiment = await until_stopped(while_ray_lives(work, hint), stop)
+            experiment = await while_ray_lives(work, hint, stop)
         if not spec.stop.total:
             link_model(run.path, spec.model.lora is not None)
             result = RunResult(time.monotonic() - started)
             ending = Ending("finished", _in_short(run, result))
             return result
         starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
-        orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
+        orchestrator = await while_ray_lives(starting, hint, stop)
         recorder.update(phase="running", steps=spec.stop.total)
-        await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
+        await while_ray_lives(orchestrator.run(), hint, stop)
         result = RunResult(time.monotonic() - started, orchestrator.health)
         ending = Ending("finished", _in_short(run, result))
     except Interrupted:

@@ -20,7 +20,7 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import client_of, keep_engine
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
-from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
@@ -186,8 +186,7 @@ def use_engines(
         shared = served.logs if spec.cluster.address is not None else os.environ.get("TMPDIR")
         with tempfile.TemporaryDirectory(prefix="model-", dir=shared) as temporary:
             try:
-                result: T = await until_stopped(while_ray_lives(run(Path(temporary)), again), stop)
-                return result
+                return await while_ray_lives(run(Path(temporary)), again, stop)
             except BaseExceptionGroup as group:
                 raise first_cause(group) from None
             finally:

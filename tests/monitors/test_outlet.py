@@ -212,16 +212,14 @@ def test_unwritable_files_give_one_warning_and_are_named_at_the_end(tmp_path: Pa
 
 WAITING = """
 import asyncio, sys, time
-from asyncrl_cli.orchestrator.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 
 async def work(stop):
     stop.attach()
     stuck = asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)  # a disk that hangs
     print("up", flush=True)
-    try:
-        await until_stopped(asyncio.sleep(600), stop)
-    except Interrupted:
-        print("stopped", flush=True)
+    await stop.event.wait()
+    print("stopped", flush=True)
 
 with stop_on_signals() as stop:
     asyncio.run(work(stop))

@@ -17,15 +17,17 @@ from stand_ins import run
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import Monitor
-from asyncrl_cli.orchestrator import launch
-from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop, until_stopped
+from asyncrl_cli.orchestrator import cluster, launch
+from asyncrl_cli.orchestrator.cluster import while_ray_lives
+from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop
 from asyncrl_cli.orchestrator.launch import _save_before_leaving, link_model
 from asyncrl_cli.runs.directory import ADAPTER, MODEL, WARM_START, RunDirectory
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
+async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_until_ray_ends", lambda _: never())
     ended: list[str] = []
 
     async def works() -> None:
@@ -39,7 +41,7 @@ async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     stop.attach()
     asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
     with pytest.raises(Interrupted):
-        await until_stopped(works(), stop)
+        await while_ray_lives(works(), "", stop)
     assert ended == ["cleaned up"]
 
 
