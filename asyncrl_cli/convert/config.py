@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,31 +25,13 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{
 """OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may itself be a reference."""
 NAME_KEYS = ("name", "tracking.experiment", "tracking.wandb.project")
 """Keys of a spec that are names."""
-_UNKNOWN = re.compile("\0" + "([^\0]*)\0" * 4)
 
 
-class Unknown(NamedTuple):
-    """A fragment of a value that only a run gives. ``variable``: its name if the script does not set it."""
+class ComputedValue(NamedTuple):
+    """An expression in a program, as the value of a key."""
 
     text: str
-    reason: str
-    variable: str
     location: str
-
-
-def unknown_fragment(text: str, reason: str, variable: str = "", location: str = "") -> str:
-    """Return the mark of an unknown fragment, which NUL characters delimit: no script and no argument has them."""
-    return "\0" + "".join(f"{field}\0" for field in (text, reason, variable, location))
-
-
-def unknown_fragments(value: object) -> list[Unknown]:
-    """Return the unknown fragments of a value."""
-    return [Unknown(*fields) for fields in _UNKNOWN.findall(value)] if isinstance(value, str) else []
-
-
-def without_marks(text: str, replacement: Callable[[Unknown], str] = lambda fragment: fragment.text) -> str:
-    """Return a text with its unknown fragments replaced, by default with the script's text."""
-    return _UNKNOWN.sub(lambda match: replacement(Unknown(*match.groups())), text)
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,34 +75,21 @@ class ForeignConfig:
     def get(self, *names: str) -> Any:
         """Return the first value of these keys that is set and not null. Otherwise the first default, or None.
 
-        Raises ``ConfigError`` for a value that only a run of a script gives.
+        Raises ``ConfigError`` for a computed value.
         """
         name, value = self._lookup(names)
-        if fragments := unknown_fragments(value):
-            argument = f"{name}=VALUE" if "." in name else f"--{name} VALUE"
-            raise ConfigError(
-                f"`{name}` is {display_text(value)}, which only a run gives: {fragments[0].reason}",
-                location=fragments[0].location,
-                hint=f"add `{argument}`{f' or `{v}=VALUE`' if (v := fragments[0].variable) else ''} after the script",
-            )
+        if isinstance(value, ComputedValue):
+            message = f"`{name}` is {display_text(value)}, which the program computes"
+            raise ConfigError(message, location=value.location, hint=f"add `--{name} VALUE` after the program")
         return value
 
-    def text(self, key: str, *names: str) -> Any:
-        """Return ``get`` for a path or a name, which becomes the value of ``key``.
-
-        A variable that the script does not set becomes `${env:NAME}`, with a remark. Of a name, other unknown fragments
-        are left out.
-        """
+    def name(self, key: str, *names: str) -> Any:
+        """Return ``get`` for ``key``, a name. A computed name is left out, with a remark."""
         _, value = self._lookup(names)
-        is_name, fragments = key in NAME_KEYS, unknown_fragments(value)
-        if not fragments or not (is_name or all(fragment.variable for fragment in fragments)):
-            return self.get(*names)
-        for fragment in fragments:
-            self.remark(key, f"{fragment.reason}: {'left out' if is_name else 'export it, or write the path'}")
-        return (
-            parse_value(without_marks(value, lambda fragment: "" if is_name else f"${{env:{fragment.variable}}}"))
-            or None
-        )
+        if not isinstance(value, ComputedValue):
+            return value
+        self.remark(key, f"the program computes it ({display_text(value)}): left out")
+        return None
 
     def _lookup(self, names: Iterable[str]) -> tuple[str, Any]:
         full_names = [name.replace("$", self.prefix) for name in names]
@@ -182,7 +151,7 @@ class ForeignConfig:
 
 def _resolved(name: str, value: Any, configuration: Mapping[str, Any], depth: int) -> Any:
     """The value with references to other keys replaced. References to unknown keys stay."""
-    if not isinstance(value, str) or "${" not in value or "\0" in value or depth == 0:
+    if not isinstance(value, str) or "${" not in value or depth == 0:
         return value
 
     def target(reference: re.Match[str]) -> Any:
@@ -240,9 +209,9 @@ def content(path: str, max_bytes: int) -> bytes:
 
 
 def parse_value(text: str) -> Any:
-    """Read a value of a command line as YAML; if that fails, or a fragment is unknown, return the text."""
+    """Read a value of a command line as YAML; if that fails, return the text."""
     try:
-        return text if "\0" in text else yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
@@ -298,6 +267,5 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
 
 def display_text(value: Any) -> str:
     """Format a value for a comment: one line, at most 60 characters."""
-    value = without_marks(value) if isinstance(value, str) else value
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    text = value.text if isinstance(value, ComputedValue) else json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

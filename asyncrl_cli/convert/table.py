@@ -1,7 +1,4 @@
-"""Applies a trainer's tables of keys to a configuration, and writes the spec with a comment for every key.
-
-``spec/`` answers other trainers' keys in a spec with the same tables (``names.py``).
-"""
+"""Applies a trainer's tables of keys to a configuration, and writes the spec with a comment for every key."""
 
 from __future__ import annotations
 
@@ -212,7 +209,7 @@ def _value(config: ForeignConfig, key: str, row: Row, names: Sequence[str]) -> A
                 return case_value
             names = [case_value[1:]]
             break
-    value = config.text(key, *names) if key in NAME_KEYS else config.get(*names)
+    value = config.name(key, *names) if key in NAME_KEYS else config.get(*names)
     text = str(value).lower()
     if text in row.checks:
         config.remark(key, row.checks[text])

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.convert.config import (
     MAX_BYTES,
+    ComputedValue,
     ForeignConfig,
     content,
     launched,
     options_of,
     read_file,
     typed_options,
-    unknown_fragment,
 )
 from asyncrl_cli.convert.shared import (
     ASSUMED_STEPS,
@@ -128,8 +128,7 @@ def read_program(path: str) -> Arguments:
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            location = f"{path}:{node.lineno}"
-            return unknown_fragment(ast.unparse(node), f"line {node.lineno} computes it", location=location)
+            return ComputedValue(ast.unparse(node), f"{path}:{node.lineno}")
 
     method, values = "", dict[str, Any]()
     for call in ast.walk(tree):
@@ -159,10 +158,10 @@ def read_program(path: str) -> Arguments:
 
 def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
-    model = c.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
+    model = c.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     is_frozen = any(map(c.flag, c.matching("freeze_vision*")))
     return {
-        "name": run_name(c.text("name", "run_name") or PurePath(str(c.text("name", "output_dir") or "")).name),
+        "name": run_name(c.name("name", "run_name") or PurePath(str(c.name("name", "output_dir") or "")).name),
         "model.path": model_path(c, model),
         **image_settings(c, model, column=None, limit=0, is_frozen=is_frozen),
         "model.chat_template_kwargs": c.section("chat_template_kwargs."),
@@ -322,7 +321,7 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
 
 
 def _data(c: ForeignConfig) -> dict[str, Any]:
-    name = c.text("data.train.path", "dataset_name")
+    name = c.get("dataset_name")
     is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
     values: dict[str, Any] = {}
     for section, split_name in (("train", "dataset_train_split"), ("eval", "dataset_test_split")):

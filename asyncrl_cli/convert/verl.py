@@ -83,7 +83,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         c.check("other_prompt_length")
     if c.count("$rollout.response_length") not in (0, response_tokens):
         c.check("other_response_length")
-    path, column = c.text("model.path", "$model.path"), c.get("data.image_key")
+    path, column = c.get("$model.path"), c.get("data.image_key")
     if column in (None, "images"):  # verl's default, which text-only configurations have, too
         if column and not sees_images(path):
             c.check("default_image_column")
@@ -91,14 +91,14 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     image_limit = c.count(*c.matching("*limit_mm_per_prompt.image"), *c.matching("*limit_images"))
     overlong = next((name for name in OVERLONG if c.flag(f"{name}enable")), None)
     values = {
-        "name": run_name(c.text("name", "trainer.experiment_name")),
+        "name": run_name(c.name("name", "trainer.experiment_name")),
         "model.path": model_path(c, path),
         **image_settings(c, path, column, image_limit, c.flag("$actor.freeze_vision_tower")),
         "model.max_length": prompt_tokens + response_tokens,
         "model.chat_template_kwargs": c.section("data.apply_chat_template_kwargs."),
         "model.lora.rank": max(c.count("$model.lora_rank"), c.count("$model.lora.rank")) or None,
         "task.use": _task(c),
-        "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
+        "data.train.path": _data_path(c, "data.train.path", c.get("data.train_files")),
         **_reward_parts(c, estimator),
         "algorithm.clip_low": _clip_low(c),
         **_correction(c),
@@ -294,7 +294,7 @@ def _task(c: ForeignConfig) -> str:
     if c.flag("$rollout.multi_turn.enable"):
         c.check("turns")
         return "environment:Environment"
-    path = c.text("task.use", "reward.custom_reward_function.path", "custom_reward_function.path")
+    path = c.get("reward.custom_reward_function.path", "custom_reward_function.path")
     name = c.get("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
     if not path:
         c.check("verl_rewards")
@@ -308,7 +308,7 @@ def _task(c: ForeignConfig) -> str:
 
 def _held_out(c: ForeignConfig, image_column: Any) -> dict[str, Any]:
     """`data.eval.path` is the first file. The other files are `evaluation.sets`, each named after its folder."""
-    held_out = c.text("data.eval.path", "data.val_files")
+    held_out = c.get("data.val_files")
     files = [str(path) for path in held_out] if isinstance(held_out, list) else [str(held_out)] if held_out else []
     if not files:
         columns = [f"data.eval.{key}" for key in ("path", "size", "prompt_column", "image_column")]

@@ -13,7 +13,6 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
-from asyncrl_cli.spec.other_trainers import CONVERTIBLE, VALUES, other_names
 from asyncrl_cli.spec.problems import Problem
 
 KeyPath = tuple[int | str, ...]
@@ -42,6 +41,9 @@ _MESSAGES = {
     "less_than_equal": "must be at most {le:.12g}, not {shown}",
     "less_than": "must be less than {lt:.12g}, not {shown}",
 }
+_CONVERTIBLE = dict.fromkeys(("actor_rollout_ref", "async_training"), "verl")
+_CONVERTIBLE |= dict.fromkeys(("model_name_or_path", "num_generations", "per_device_train_batch_size"), "trl")
+"""Top-level keys that identify another trainer's complete configuration, which `asyncrl convert` can read."""
 _SUGGESTED = 100
 """Largest number of unknown keys with a suggestion: each takes milliseconds, and a file may have thousands."""
 
@@ -54,7 +56,7 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
     details, words = _without_kinds(error.errors(include_url=False))
     meant: set[str] = set()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-    trainer = next((CONVERTIBLE[str(d["loc"][0])] for d in unknown if str(d["loc"][0]) in CONVERTIBLE), "")
+    trainer = next((_CONVERTIBLE[str(d["loc"][0])] for d in unknown if str(d["loc"][0]) in _CONVERTIBLE), "")
     convert = f"this looks like a configuration of another trainer: asyncrl convert {trainer} FILE"
     for count, detail in enumerate(unknown):
         suggestions, hint = _suggestions(detail["loc"]) if count < _SUGGESTED else ([], "")
@@ -100,8 +102,6 @@ def _is_leaf(location: KeyPath) -> bool:
 
 def _suggestions(location: KeyPath) -> tuple[list[str], str]:
     parent, key = _dotted(location[:-1]), str(location[-1])
-    if instead := elsewhere(parent, key)[1]:
-        return [], instead
     if suggestions := suggest(parent, key):
         return suggestions, f"did you mean {_choice(suggestions)}?"
     prefix = ".".join((*filter(None, [general(parent)]), ""))
@@ -138,11 +138,9 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
 
 def _hint(detail: ErrorDetails, key: Key | None) -> str:
     value = detail["input"]
-    if detail["type"] in ("literal_error", "named") and isinstance(value, str):
-        allowed_words = _allowed_words(detail)
-        meant = [name for name in VALUES.get(value, ()) if name in allowed_words]
-        if hint := did_you_mean(meant[0] if meant else value, allowed_words):
-            return hint
+    is_word = detail["type"] in ("literal_error", "named") and isinstance(value, str)
+    if is_word and (hint := did_you_mean(value, _allowed_words(detail))):
+        return hint
     if detail["loc"] == ("evaluation",) and value in (False, "off"):
         return "to evaluate nothing, set data.eval: null"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
@@ -196,62 +194,24 @@ def _display_text(value: Any) -> str:
 
 
 def suggest(parent: str, key: str) -> list[str]:
-    """Suggest dotted keys for an unknown ``key`` under ``parent``, the most likely first.
-
-    The counterpart of another trainer's name comes before a key with a similar name, unless only the similar key is in
-    the same section.
-    """
+    """Suggest dotted keys for an unknown ``key`` under ``parent``, the most likely first."""
     parent = general(parent)
+    words = [*filter(None, parent.lower().split(".")), key.lower()]
+    for start in range(len(words)):  # the key may have its path, or be in another section
+        if (path := ".".join(words[start:])) in keys() and "." in path:
+            return [path]
     prefix = f"{parent}." if parent else ""
     section_keys = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
-    siblings = [name for name in section_keys if "." not in name]
     if not parent:
-        siblings.append(section_keys.setdefault("extends", "extends"))
-    close = closest(key, siblings, cutoff=0.75)
-    counterparts, _ = elsewhere(parent, key)
-    exact_paths = [path for path in _suffixes(parent, key) if "." in path and path in keys()]
-    if exact_paths:
-        return exact_paths[:1]
-    if close and not any(_shared(parent, path) for path in counterparts) and (parent or not counterparts):
+        section_keys["extends"] = "extends"
+    if close := closest(key, [name for name in section_keys if "." not in name], cutoff=0.75):
         return [section_keys[close[0]]]
     names = {path: path.rpartition(".")[2] for path in keys()}
-    counterpart_names = {names[path] for path in counterparts}
-    closer = max((_shared(parent, path) for path in counterparts), default=-1)
-    candidates = counterparts + [
-        path for path in names if names[path] in counterpart_names and _shared(parent, path) > closer
-    ]
-    candidates += [path for path in names if names[path] == key.lower() and path not in candidates]
-    if not candidates:
-        near = closest(key, candidates=set(names.values()), count=2, cutoff=0.8)
-        candidates = [path for path, name in names.items() if name in near]
+    near = [key.lower()] if key.lower() in names.values() else closest(key, set(names.values()), count=2, cutoff=0.8)
 
-    def rank(path: str) -> tuple[int, int, int]:
-        return (
-            -_shared(parent, path),
-            counterparts.index(path) if path in counterparts else len(counterparts),
-            path.count("."),
-        )
+    def rank(path: str) -> tuple[int, int]:
+        sections = zip(parent.split("."), path.split("."), strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], sections)))
+        return -shared, path.count(".")
 
-    return sorted(candidates, key=rank)[: max(3, len(counterparts))]
-
-
-def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
-    """Look up another trainer's key by the longest known part of its path.
-
-    Returns the keys to use, and a hint. Both are empty for an unknown key.
-    """
-    keys, hints = other_names()
-    names = (*_suffixes(parent, key), f"{parent}.{key}")
-    name = next((name for name in names if name in keys or name in hints), "")
-    return keys.get(name, []), hints.get(name, "")
-
-
-def _suffixes(parent: str, key: str) -> list[str]:
-    """The path of a key, then without its first section, and so on."""
-    names = [*filter(None, parent.lower().split(".")), key.lower()]
-    return [".".join(names[start:]) for start in range(len(names))]
-
-
-def _shared(parent: str, path: str) -> int:
-    """Number of sections that a path has in common with the unknown key's location."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(parent.split("."), path.split("."), strict=False))))
+    return sorted((path for path, name in names.items() if name in near), key=rank)[:3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.cli.launch_script import command_words
-from asyncrl_cli.convert.config import ForeignConfig, override, unknown_fragments, without_marks
 from asyncrl_cli.convert.verl import ARGUMENT
 from asyncrl_cli.core.errors import ConfigError
 
@@ -39,6 +37,8 @@ SCRIPTS = {
     f'E+=(c.d=$A); else A=3; fi\nfalse && B=1\n{PROGRAM} a.b=$A "${{E[@]}}" e.f=${{B:-0}}\n',
     "cases": f'M=Q3-8B\ncase "$M" in\n  (x|y) T=1 ;;\n  Q3-*) T=2 ;;\n  *) T=3;;\nesac\n'
     f"{PROGRAM} a.b=$T g.h=$((-7 / 2))\n",
+    "programs": "ulimit -n 9; ray stop || true; mkdir -p x && pip install x >pip.log 2>&1\nray start &\nwait\n"
+    f"N=$(seq 3 | tr '\\n' ,)$(expr 2 + 3) M=${{N:-$(nproc)}}\n{PROGRAM} a.b=$N c.d=$M || exit $?\n",
     "folders": 'G=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\ncd /usr\n'
     f'{PROGRAM} c.d=$G e.f=$(pwd) g.h=$(basename "$0" .sh) i.j=$PWD\n',
 }
@@ -95,23 +95,21 @@ def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, t
     except ConfigError as error:
         assert "\0" not in f"{error}{error.hint}"
         return
-    assert all(word.count("\0") == 5 * len(unknown_fragments(word)) for word in words)
+    assert words[2] == "verl.trainer.main_ppo"
 
 
 def test_no_value_of_the_environment_gets_into_the_words(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret-value")
-    script.write_text(f'{PROGRAM} a.b="$MY_API_KEY" c.d=${{OTHER:-none}} e.f=$HOME/data g.h=$(cat /proc/*/environ)\n')
-    words = command_words([str(script)], ARGUMENT)
-    expected = ["a.b=$MY_API_KEY", "c.d=none", f"e.f={os.environ['HOME']}/data"]
-    assert [without_marks(word) for word in words[3:6]] == expected and "secret-value" not in words[6]
-    assert command_words([str(script), "MY_API_KEY=mine"], ARGUMENT)[3] == "a.b=mine"
+    script.write_text(f"{PROGRAM} a.b=${{MY_API_KEY-unset}} e.f=$HOME/data\n")
+    assert command_words([str(script)], ARGUMENT)[3:] == ["a.b=unset", f"e.f={os.environ['HOME']}/data"]
+    assert command_words([str(script), "MY_API_KEY=mine", "c.d=1"], ARGUMENT)[3::2] == ["a.b=mine", "c.d=1"]
 
 
 def test_a_script_changes_no_file_and_runs_no_program(script: Path) -> None:
     kept = script.with_name("kept")
     kept.write_text("text")
     script.write_text(
-        f"echo x > {kept}\n/usr/bin/env rm {kept}\necho x > {kept}2\ncommand rm {kept}\n{PROGRAM} a.b=1\n"
+        f"{PROGRAM} a.b=1\necho x > {kept}\n/usr/bin/env rm {kept}\necho x > {kept}2\ncommand rm {kept}\n"
     )
     command_words([str(script)], ARGUMENT)
     assert kept.read_text() == "text" and sorted(script.parent.iterdir()) == [kept, script]
@@ -129,7 +127,6 @@ ATTACKS = {
     "endless": "while true; do :; done",
     "waits": "until curl localhost; do sleep 5; done",
     "doubled": "A=aa\n" + "A=$A$A\n" * 40 + f"{PROGRAM} a.b=$A",
-    "long": "A=" + "a" * 50_000 + f"\n{PROGRAM} a.b=$A$A$A",
     "large": ("# " + "x" * 78 + "\n") * 65_000,
     "calls": "f() { f; f; }\nf\n",
     "forks": "f() { f | f & }\nf\n",
@@ -147,52 +144,42 @@ def test_a_script_that_would_need_much_work_is_refused(name: str, script: Path) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (f"N=$(nproc)\n{PROGRAM} a.b=1 trainer.n=$N", "line 1 has $(nproc)"),
-        (f"{PROGRAM} trainer.n=x$N", "the script does not set N"),
-        (f"N=1\n[[ -d $M ]] && N=2\n{PROGRAM} trainer.n=$N", "line 3 has a value that depends"),
-        (f"N=1\nif nvidia-smi; then N=8; fi\n{PROGRAM} trainer.n=$N", "line 3 has a value that depends"),
-        (f"N=1\ncommand -v nvcc && N=8\n{PROGRAM} trainer.n=$N", "line 3 has a value that depends"),
-        (f"M=1; [ -z $N ] && M=2\n{PROGRAM} trainer.n=$M", "line 2 has a value that depends"),
-        (f"for N in $(ls); do\n{PROGRAM} trainer.n=$N\ndone", "line 1 has $(ls)"),
-        (f"{PROGRAM} trainer.n=$1", "the script does not set 1"),
-        (f"{PROGRAM} trainer.n=$((8 * $(nproc)))", "line 1 has a value that depends"),
-        (f"{PROGRAM} trainer.n=$((N + 1))", "line 1 has a value that depends"),
-        (f"N=$(<values)\n{PROGRAM} trainer.n=$N", "line 1 has $(cat values)"),
-        (f"source /opt/conda/bin/activate x && N=2\n{PROGRAM} trainer.n=${{N-1}}", "line 2 has a value that depends"),
+        ("\nN=$(nvidia-smi -L | wc -l)", "the result of `nvidia-smi -L`"),
+        ("\nN=1$(/usr/bin/nproc)", "the result of `/usr/bin/nproc`"),
+        ("\nif nvidia-smi </dev/null; then N=8; fi", "the result of `nvidia-smi`"),
+        ("set -e\ncommand -v nvcc && N=8", "the result of `command -v nvcc`"),
+        ("\nfor N in $(ls); do :; done", "the result of `ls`"),
+        ("\nf(", "syntax error"),
+        ("f() {\ngrep x y; }; f || N=2", "the result of `grep x y`"),
+        ("nvidia-smi\n[ $? = 0 ] && N=8", "does not set STATUS_OF_A_PROGRAM"),
+        ("\n[[ -n a && ! -d $HOME ]] && N=2", "the result of `[[ ! -d"),
+        ("\n[ -f x ] && N=2", "the result of `[ -f x ]`"),
+        ("\nN=$(<values)", "values: No such file or directory"),
+        ("\nwhile read N; do :; done <values", "values: No such file or directory"),
+        ("\nread N <<<2", "the result of `read N`"),
+        ("\nset -- 2; N=$1", "the result of `set -- 2`"),
+        ("\nsource a.sh", "the result of `source a.sh`"),
+        ("source /opt/conda/bin/activate x\n. ./a.sh", "the result of `. ./a.sh`"),
+        ('eval "$(conda shell.bash hook)"\neval "$(tool env)"', "the result of `tool env`"),
+        ("export PATH=/usr/bin:$PATH\nN=$(python3 -c 'print(2)')", "the result of `python3 -c print(2)`"),
+        ("\nN=$((8 * M))", "does not set M"),
+        ("\necho $(echo $M)", "does not set M"),
+        ("\nN=$RANDOM", "does not set RANDOM"),
+        ("\nN=$1", "does not set 1"),
     ],
 )
-def test_a_value_that_only_a_run_would_give_is_refused(text: str, problem: str, script: Path) -> None:
-    script.write_text(f"{text}\n")
-    source = ForeignConfig(override({}, command_words([str(script)], ARGUMENT)[3:]), {}, "", {})
-    with pytest.raises(ConfigError) as refused:
-        source.get("trainer.n")
-    assert problem in refused.value.message and re.fullmatch(rf"{script}:\d+", refused.value.location)
-    assert refused.value.hint.startswith("add `trainer.n=VALUE`")
-    assert override({}, command_words([str(script), "trainer.n=8"], ARGUMENT)[3:])["trainer.n"] == 8
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (f"\nsource a.sh\n{PROGRAM} trainer.n=${{N:-8}}", "`source a.sh` may set variables"),
-        (f". ./a.sh\n{PROGRAM} trainer.n=${{N:-8}}", "`. ./a.sh` may set variables"),
-        (f"while read N; do true; done <values\n{PROGRAM} trainer.n=${{N:-8}}", "`read N` may set variables"),
-        (f'if [ "$(hostname)" = a ]; then N=1; fi\n{PROGRAM} trainer.n=${{N:-8}}', "decides by the output"),
-        (f'eval "$(tool env)"\n{PROGRAM} trainer.n=${{N:-8}}', "decides by the output"),
-        (f"case $(nproc) in 8) N=1;; esac\n{PROGRAM} trainer.n=${{N:-8}}", "decides by the output"),
-        (f"if nvidia-smi; then A=(a.b=1); fi\n{PROGRAM} trainer.n=8 ${{A[@]}}", "the command depends on"),
-    ],
-)
-def test_a_script_with_another_source_of_values_is_refused_with_its_line(text: str, problem: str, script: Path) -> None:
-    script.write_text(f"{text}\n")
+def test_a_script_that_depends_on_what_only_a_run_has_is_refused_with_its_line(
+    text: str, problem: str, script: Path
+) -> None:
+    script.write_text(f"{text}\n{PROGRAM} trainer.n=${{N:-4}}\n")
     with pytest.raises(ConfigError) as refused:
         command_words([str(script)], ARGUMENT)
-    line = re.fullmatch(rf"{script}:(\d+)", refused.value.location)
-    assert problem in refused.value.message and line and refused.value.hint
-    assert int(line[1]) == 2 if text.startswith("\n") else 1
+    assert problem in refused.value.message and refused.value.location == f"{script}:2"
+    name = problem.removeprefix("does not set ")
+    assert refused.value.hint and (name == problem or refused.value.hint == f"add `{name}=VALUE` after the script")
 
 
-@pytest.mark.parametrize("text", ["", "echo a.b=1\n", f"{PROGRAM} a.b=1\n{PROGRAM} a.b=2\n", f"f(\n{PROGRAM} a.b=1\n"])
+@pytest.mark.parametrize("text", ["", "echo a.b=1\n", f"{PROGRAM} a.b=1\n{PROGRAM} a.b=2\n"])
 def test_a_script_without_one_command_is_refused(text: str, script: Path) -> None:
     script.write_text(text)
     with pytest.raises(ConfigError, match="commands with arguments of the trainer"):

@@ -157,4 +157,4 @@ def test_literals_of_a_program_are_read(home: Path) -> None:
     Path("train.py").write_text(PROGRAM)
     with pytest.raises(ConfigError, match=r"torch\.ok") as refused:
         spec_of("train.py")
-    assert refused.value.hint == "add `--bf16 VALUE` after the script"
+    assert refused.value.hint == "add `--bf16 VALUE` after the program"

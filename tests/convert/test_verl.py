@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.cli.launch_script import command_words
 from asyncrl_cli.convert.config import override, read_file
 from asyncrl_cli.convert.table import Conversion, convert, spec_text
-from asyncrl_cli.convert.verl import ARGUMENT, read_command_line, trainer_of
+from asyncrl_cli.convert.verl import read_command_line, trainer_of
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.load import load_spec
 from tests.convert.conftest import DATA, cases, check_case, spec_values
@@ -127,19 +126,6 @@ def test_a_configuration_that_the_command_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 8}\n")
     line = f"python3 -m verl.trainer.main_ppo --config-path={tmp_path} --config-name mine a.b=1"
     assert read_command_line(line.split())[1] == [f"{tmp_path}/mine.yaml", "a.b=1"]
-
-
-def test_unknown_names_and_paths_of_a_script_do_not_stop_a_conversion(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "NAME=qwen_$(date +%Y)\npython3 -m verl.trainer.main_ppo trainer.experiment_name=$NAME \\\n"
-        "  data.train_files=\"['$DATA_ROOT/a.parquet']\" trainer.default_local_dir=$CKPTS/$(hostname)\n"
-    )
-    values = override({}, read_command_line(command_words([str(script)], ARGUMENT))[1])
-    conversion = convert(values, trainer_of("", values))
-    found = {setting.key: setting.value for setting in conversion.settings}
-    assert (found["name"], found["data.train.path"]) == ("qwen", "${env:DATA_ROOT}/a.parquet")
-    assert {"name", "data.train.path"} <= {key for key, _ in conversion.remarks}
 
 
 def test_a_run_never_needs_more_gpus_than_it_had() -> None:

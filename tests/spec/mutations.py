@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import yaml
 
+from asyncrl_cli.convert.table import table
 from asyncrl_cli.spec.keys import keys
-from asyncrl_cli.spec.other_trainers import other_names
 
 ROOT = Path(__file__).parents[2]
 LEAVES = [path for path, key in keys().items() if not key.opens]
@@ -46,7 +46,7 @@ RARE = [
 ]
 TOKENS = [*MARKS, *TAGS, *RARE, '"\\ud800"']
 FILES = ["\ud800", "\0", "", ".", "/", "gone.yaml", "spec.yaml", "/dev/null", "/dev/zero", "x" * 300, "../" * 200]
-FOREIGN = [*other_names().keys, *other_names().hints]
+FOREIGN = [name for trainer in ("verl", "trl", "prime_rl") for name in table(trainer).defaults]
 
 
 @dataclass(slots=True)

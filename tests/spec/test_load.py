@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.spec.inputs import SplitSpec
-from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import dump_spec, load_spec
-from asyncrl_cli.spec.other_trainers import other_names
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.validation_errors import suggest
@@ -76,43 +74,13 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
         ("trainer", "learning_rate", "trainer.optimizer.learning_rate"),
         ("", "extend", "extends"),
         ("rollout", "max_length", "model.max_length"),
-        ("trainer", "num_generations", "rollout.group_size"),
         ("", "trainer.ranks", "trainer.ranks"),
         ("trainer.optimizer", "beta", "trainer.optimizer.betas"),
-        ("trainer.optimizer", "epsilon", "trainer.optimizer.eps"),
-        # verl
-        ("algorithm", "adv_estimator", "algorithm.advantage"),
-        ("actor_rollout_ref.rollout", "n", "rollout.group_size"),
-        ("actor_rollout_ref.rollout.val_kwargs", "temperature", "evaluation.temperature"),
-        ("actor_rollout_ref.actor.optim", "lr", "trainer.optimizer.learning_rate"),
-        ("critic.optim", "lr", "algorithm.critic.learning_rate"),
-        ("data", "train_files", "data.train.path"),
-        # TRL, OpenRLHF, prime-rl
         ("", "learning_rate", "trainer.optimizer.learning_rate"),
-        ("", "num_train_epochs", "stop.epochs"),
     ],
 )
 def test_unknown_keys_get_suggestions(parent: str, key: str, meant: str) -> None:
     assert suggest(parent, key)[0] == meant
-
-
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("trainer.n_gpus_per_node", "trainer.ranks and gpus_per_rank"),
-        ("trainer.logger", "tracking.mlflow"),
-        ("rollout.sampling.top_p", "would make the recorded log-probs wrong"),
-        ("rollout.gpu_memory_utilization", "rollout.engine_args"),
-    ],
-)
-def test_keys_of_other_trainers_without_a_counterpart(write: Write, key: str, hint: str) -> None:
-    (problem,) = mistakes(write(), f"{key}=1")
-    assert hint in problem.hint
-
-
-def test_counterparts_of_other_trainers_keys_exist() -> None:
-    assert [name for name in (*other_names().keys, *other_names().hints) if name != name.lower()] == []
-    assert {key for meant in other_names().keys.values() for key in meant} <= set(keys())
 
 
 @pytest.mark.parametrize(
