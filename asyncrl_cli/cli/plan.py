@@ -84,7 +84,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
-    from asyncrl_cli.plan.prediction import predict, separate_ranks
+    from asyncrl_cli.plan.prediction import predict
     from asyncrl_cli.plan.scenario import planned_scenario, shares_host
     from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.spec.load import load_recorded
@@ -108,8 +108,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     planned_run = planned_scenario(
         spec, settings=BufferSettings.from_spec(spec), calibration=calibration, measured_spec=measured_spec
     )
-    ranks = separate_ranks(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
-    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, ranks, mode=spec.pipeline.mode)
+    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens)
     return {
         "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
         "plan": plan_page(spec.name, predicted=predicted, plan=planned_run, reason=reason),

@@ -13,7 +13,7 @@ from asyncrl_cli.inspect.pages import WIDTH, Page, number, table
 from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
+from asyncrl_cli.plan.prediction import Prediction, bound_text, limit_text, savings_text
 from asyncrl_cli.plan.scenario import PlannedScenario
 from asyncrl_cli.plan.simulator import SimulationResult
 
@@ -65,11 +65,7 @@ def plan_page(name: str, predicted: Prediction, plan: PlannedScenario, reason: s
         f"advice   none: {reason}" if reason else f"         {bound_text(predicted)}",
     ]
     if not reason:
-        lines += [
-            f"limit    {limit_text(predicted)}",
-            f"         {savings_text(predicted)}",
-            f"helps    {changes_text(predicted)}",
-        ]
+        lines += [f"limit    {limit_text(predicted)}", f"         {savings_text(predicted)}"]
     document = {
         "title": lines[0],
         "settings": asdict(settings),
@@ -81,7 +77,6 @@ def plan_page(name: str, predicted: Prediction, plan: PlannedScenario, reason: s
         "least_free_max_staleness": predicted.free,
         "limit": None if reason else predicted.limit,
         "savings": dict(predicted.savings),
-        "changes": [] if reason else [asdict(change) for change in predicted.changes],
         "no_advice": reason,
         "guesses": list(plan.guesses),
     }

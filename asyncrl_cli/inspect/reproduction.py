@@ -12,7 +12,7 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import STEPS, Prediction, predict, separate_ranks
+from asyncrl_cli.plan.prediction import STEPS, Prediction, predict
 from asyncrl_cli.plan.simulator import Scenario, simulate
 
 
@@ -67,7 +67,4 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
     if not simulated.fits:
         return "the simulator does not reproduce the recorded steps within 10 %"
     longest_response = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
-    ranks = separate_ranks(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
-    max_tokens = setting(spec, "rollout.max_response_tokens", longest_response)
-    mode = str(value_at(spec, "pipeline.mode") or "async")
-    return predict(simulated.scenario, max_tokens, ranks, mode=mode)
+    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response))

@@ -1,4 +1,4 @@
-"""Predicts a scenario: the time of a step, its limit, and the effect of other settings.
+"""Predicts a scenario: the time of a step, its limit, and the effect of other bounds.
 
 This is the only source of advice on speed: `asyncrl plan` and `asyncrl report` print
 ``advice``. Every number comes from ``simulate``. The limit of a run is the part with the largest effect on the time of
@@ -7,13 +7,13 @@ a step when it is improved (decision 0047). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from asyncrl_cli.plan.costs import PublishCost
-from asyncrl_cli.plan.lengths import Groups, describe, truncated
+from asyncrl_cli.plan.lengths import Groups, describe
 from asyncrl_cli.plan.simulator import Scenario, SimulationResult, simulate
 
 STEPS = 30
@@ -53,7 +53,7 @@ IMPROVED: Mapping[Limit, Improvement] = {
     "bound": Improvement(
         "a larger staleness bound",
         "The staleness bound limits the speed: with a larger one",
-        "Raise `pipeline.max_staleness`.",
+        "Raise `pipeline.max_staleness`, with `pipeline.mode: async`.",
     ),
     "tail": Improvement(
         "rollouts of equal length",
@@ -75,24 +75,6 @@ IMPROVED: Mapping[Limit, Improvement] = {
 }
 
 
-def separate_ranks(gpus_per_engine: float, gpus_per_rank: float, ranks: int) -> int | None:
-    """Return the number of trainer ranks, or None if trainer and engines share processors or GPUs."""
-    is_shared = (not gpus_per_engine and not gpus_per_rank) or 0 < gpus_per_engine < 1
-    return None if is_shared else ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Another setting: the seconds per step, and the share of time that it saves."""
-
-    setting: str
-    step_s: float
-    gain: float
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.step_s:.3g} s, {less(self.gain)}"
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     outcome: SimulationResult
@@ -101,7 +83,6 @@ class Prediction:
     bound: int  # its ``max_staleness``
     bounds: Mapping[int, float]  # seconds of a step by ``max_staleness``
     savings: Mapping[Limit, float]  # share of a step's time that improving a part saves (``IMPROVED``)
-    changes: tuple[Change, ...]  # other settings that save noticeable time, the best first
 
     @property
     def ratio_to_sync(self) -> float:
@@ -157,16 +138,9 @@ def savings_text(prediction: Prediction) -> str:
     return f"Other parts: {', '.join(noticed)} less time; each of the rest at most {NOTICEABLE:.0%}."
 
 
-def changes_text(prediction: Prediction) -> str:
-    """List the settings that help."""
-    if not prediction.changes:
-        return f"None of the other settings that were tried saves more than {NOTICEABLE:.0%}."
-    return f"Settings that help: {'; '.join(map(str, prediction.changes))}."
-
-
 def advice(prediction: Prediction) -> tuple[str, ...]:
-    """Name the limit of the speed and the changes that help, in sentences."""
-    return limit_text(prediction), savings_text(prediction), bound_text(prediction), changes_text(prediction)
+    """Name the limit of the speed and what helps, in sentences."""
+    return limit_text(prediction), savings_text(prediction), bound_text(prediction)
 
 
 def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
@@ -177,17 +151,8 @@ def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(
-    scenario: Scenario, max_response_tokens: int, ranks: int | None, steps: int = STEPS, mode: str = "async"
-) -> Prediction:
-    """Simulate a scenario and its neighbours.
-
-    Args:
-        max_response_tokens: the length at which responses are cut.
-        ranks: the trainer's ranks; None if trainer and engines share processors or GPUs. More of either would then slow
-            down the other, so no change of their number is tried.
-        mode: `pipeline.mode`, which in other modes than `async` sets the bound and how engines take new weights.
-    """
+def predict(scenario: Scenario, max_response_tokens: int, steps: int = STEPS) -> Prediction:
+    """Simulate a scenario and its neighbours. ``max_response_tokens``: the length at which responses are cut."""
     outcome = simulate(scenario, steps)
     current_bound = scenario.settings.max_staleness
     bounds = {
@@ -198,21 +163,6 @@ def predict(
         name: 1 - simulate(improved, steps).step_s / outcome.step_s for name, improved in _improved(scenario).items()
     }
     savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= current_bound) / outcome.step_s
-    alternatives = _alternatives(scenario, max_response_tokens, ranks)
-    bound = max(free_bound(bounds), current_bound)
-    if mode != "async":
-        asynchronous = replace(with_bound(scenario, bound), weight_update="keep")
-        alternatives[f"pipeline.mode=async, pipeline.max_staleness={bound}"] = asynchronous
-    else:
-        if bound > current_bound:
-            alternatives[f"pipeline.max_staleness={bound}"] = with_bound(scenario, bound)
-        if scenario.weight_update != "keep":
-            alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep")
-    # Only if publishing costs time, because groups get older with rarer versions. A run ends at a version.
-    every = 2 * scenario.settings.publish_every
-    if savings["publish"] > NOTICEABLE and scenario.settings.total_steps % every == 0:
-        rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
-        alternatives[f"pipeline.publish_every={every}"] = rarely
     return Prediction(
         outcome=outcome,
         sync=outcome if current_bound == 0 else simulate(with_bound(scenario, 0), steps),
@@ -220,7 +170,6 @@ def predict(
         bound=current_bound,
         bounds=bounds,
         savings=savings,
-        changes=tuple(sorted(_helpful(alternatives, outcome.step_s, steps), key=lambda change: change.step_s)),
     )
 
 
@@ -249,29 +198,6 @@ def _even(groups: Groups) -> Groups:
         )
         for group in groups
     ]
-
-
-def _alternatives(scenario: Scenario, max_response_tokens: int, ranks: int | None) -> dict[str, Scenario]:
-    trainer = scenario.costs.trainer
-    shorter = truncated(scenario.groups, max(1, max_response_tokens // 2))
-    alternatives = {
-        f"rollout.max_running_rollouts={2 * scenario.slots}": replace(scenario, slots=2 * scenario.slots),
-        f"rollout.max_response_tokens={max_response_tokens // 2}": replace(scenario, groups=shorter),
-    }
-    if ranks is not None:
-        more_ranks = replace(trainer, per_token_s=trainer.per_token_s / 2)
-        alternatives |= {
-            f"rollout.engines={2 * scenario.engines}": replace(scenario, engines=2 * scenario.engines),
-            f"trainer.ranks={2 * ranks}": replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
-        }
-    return alternatives
-
-
-def _helpful(alternatives: Mapping[str, Scenario], own_s: float, steps: int) -> Iterator[Change]:
-    for setting, alternative in alternatives.items():
-        step_s = simulate(alternative, steps).step_s
-        if 1 - step_s / own_s > NOTICEABLE:
-            yield Change(setting, step_s=step_s, gain=1 - step_s / own_s)
 
 
 def less(share: float) -> str:
