@@ -125,7 +125,6 @@ def test_unknown_keys_without_a_similar_one_list_the_keys(write: Write) -> None:
 def test_a_run_without_an_end_is_refused(write: Write) -> None:
     (problem,) = mistakes(write(), "stop.steps=null")
     assert (problem.path, problem.message) == ("stop", "has neither steps nor epochs")
-    assert mistakes(write(), "trainer.total_epochs=1")[0].hint == "did you mean `trainer.epochs` or `stop.epochs`?"
 
 
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
