@@ -15,6 +15,26 @@ from pydantic_core import PydanticUndefined
 from asyncrl_cli.spec.base import Section, descriptions
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+_NO_FILTER = "sampling has no top-p, top-k, min-p or penalties: they would make the recorded log-probs wrong; remove it"
+_NODES = "nodes are chosen by labels: `ray start --labels role=trainer`, and cluster.trainer.labels: {role: trainer}"
+_WARM_START = "the warm start uses the trainer's optimizer: set model.warm_start.learning_rate and trainer.optimizer"
+REMOVED = {
+    "data.curriculum": "order the rows yourself, and set data.shuffle: false",
+    **dict.fromkeys(("cluster.trainer.nodes", "cluster.engines.nodes"), _NODES),
+    **dict.fromkeys(("model.warm_start.matrix_learning_rate", "model.warm_start.weight_decay"), _WARM_START),
+    "model.warm_start.warmup_steps": "set model.warm_start.schedule.warmup_updates",
+    "model.warm_start.threads": "the warm start runs on the trainer's ranks: set trainer.threads_per_rank",
+    "model.warm_start.clean_fraction": "tasks have no demonstrations: name your rows in model.warm_start.data",
+    "rollout.speculative_tokens": "engines do not guess tokens: it was slower in every measured run; remove it",
+    **dict.fromkeys(
+        (f"rollout.sampling.{name}" for name in ("top_p", "top_k", "min_p", "repetition_penalty")), _NO_FILTER
+    ),
+    "tracking.system_metrics": "W&B and Ray measure machines (docs/watching.md); remove it",
+    "tracking.register_model": "register RUN/model with mlflow.transformers.log_model after the run; remove it",
+    "notify": "notify yourself with a monitor: set tracking.monitors (docs/watching.md has an example)",
+}
+"""Hints for keys that asyncrl had, or will not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.suggest import closest, did_you_mean
-from asyncrl_cli.spec.keys import Key, general, keys
+from asyncrl_cli.spec.keys import REMOVED, Key, general, keys
 from asyncrl_cli.spec.problems import Problem
 
 KeyPath = tuple[int | str, ...]
@@ -102,6 +102,8 @@ def _is_leaf(location: KeyPath) -> bool:
 
 def _suggestions(location: KeyPath) -> tuple[list[str], str]:
     parent, key = _dotted(location[:-1]), str(location[-1])
+    if removed := REMOVED.get(general(_dotted(location))):
+        return [], removed
     if suggestions := suggest(parent, key):
         return suggestions, f"did you mean {_choice(suggestions)}?"
     prefix = ".".join((*filter(None, [general(parent)]), ""))

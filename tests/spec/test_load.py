@@ -83,6 +83,19 @@ def test_unknown_keys_get_suggestions(parent: str, key: str, meant: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("rollout.sampling.top_p", "would make the recorded log-probs wrong"),
+        ("cluster.engines.nodes", "chosen by labels"),
+        ("notify", "tracking.monitors"),
+    ],
+)
+def test_removed_keys_have_a_hint(write: Write, key: str, hint: str) -> None:
+    (problem,) = mistakes(write(), f"{key}=1")
+    assert hint in problem.hint
+
+
+@pytest.mark.parametrize(
     ("text", "command"),
     [
         ("actor_rollout_ref: {rollout: {n: 8}}\n", "asyncrl convert verl FILE"),
