@@ -19,6 +19,7 @@ _NO_FILTER = "sampling has no top-p, top-k, min-p or penalties: they would make 
 _NODES = "nodes are chosen by labels: `ray start --labels role=trainer`, and cluster.trainer.labels: {role: trainer}"
 _WARM_START = "the warm start uses the trainer's optimizer: set model.warm_start.learning_rate and trainer.optimizer"
 REMOVED = {
+    "algorithm.reference_update_every": "the reference stays the initial model, or is reference_path; remove it",
     "data.curriculum": "order the rows yourself, and set data.shuffle: false",
     **dict.fromkeys(("cluster.trainer.nodes", "cluster.engines.nodes"), _NODES),
     **dict.fromkeys(("model.warm_start.matrix_learning_rate", "model.warm_start.weight_decay"), _WARM_START),
