@@ -145,11 +145,13 @@ def _trainer(connection: sqlite3.Connection, steps: int, unix_time: float) -> st
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw one bar per value, scaled from the lowest value to the highest."""
-    lowest, span = (min(values), max(values) - min(values)) if values else (0.0, 0.0)
-    if not 0.0 < span < math.inf:
-        return BARS[0] * len(values)
-    return "".join(BARS[int((value - lowest) / span * (len(BARS) - 1))] for value in values)
+    """Draw one bar per value, scaled from the lowest value to the highest; a space for NaN and infinity."""
+    finite = [value for value in values if math.isfinite(value)]
+    lowest = min(finite, default=0.0)
+    span = max(finite, default=0.0) - lowest
+    is_flat = not 0.0 < span < math.inf
+    heights = {value: 0 if is_flat else int((value - lowest) / span * (len(BARS) - 1)) for value in finite}
+    return "".join(BARS[heights[value]] if math.isfinite(value) else " " for value in values)
 
 
 def picture(due: Due, groups_per_cell: int) -> str:

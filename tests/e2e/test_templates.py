@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -32,18 +31,6 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
         given = [segment.version == CONTEXT for segment in rollout.segments]
         assert {segment.rollout_id for segment in rollout.segments} == {rollout.rollout_id}
         assert given[0] and not given[-1] and sum(given) == rollout.metrics["tries"]
-
-
-def test_supervised_training_learns_and_is_evaluated(shared_runs: Runs) -> None:
-    shared_runs.succeed("init", "supervised", "my-words")
-    changes = (f"runs_dir={shared_runs.folder}", "tracking.mlflow=false")
-    run = shared_runs.train_spec(shared_runs.folder / "my-words/spec.yaml", *changes)
-    name = "warm_start/held_out_loss"
-    losses = [row[name] for row in rows(run, "metrics.jsonl") if name in row]
-    assert len(losses) == 5 and losses[-1] < 0.05 < 1.0 < losses[0]
-    shared_runs.succeed("evaluate", run)
-    (file,) = run.glob("evaluations/*.jsonl")
-    assert json.loads(file.read_text().splitlines()[0])["accuracy"] > 0.9
 
 
 def test_a_program_outside_of_the_run_is_trained_as_it_comes(shared_runs: Runs) -> None:

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from shapes import Shapes
-from typer.testing import CliRunner
 
-from asyncrl_cli.cli.app import app
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 
-from .conftest import ROOT, Runs, rows
+from .conftest import Runs, rows
 from .faults.disturbed import DisturbedRun
 from .faults.verdict import differences, replay_violations
 from .journal import probe_gaps
@@ -145,11 +143,3 @@ def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(t
     (shown,) = json.loads(ended.out)["rollouts"]
     assert [(one["image"], one["tokens"]) for one in shown["images"]] == [(one.image.digest, 4) for one in first.images]
     runs.succeed("replay", run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "prompt"), [("shapes-vl", "<|image_pad|>"), ("zero3-two-ranks", "=")])
-def test_example_is_a_valid_spec(spec: str, prompt: str) -> None:
-    ended = CliRunner().invoke(app, ["train", str(ROOT / f"specs/{spec}.yaml"), "--dry-run"])
-    assert ended.exit_code == 0, ended.output
-    assert prompt in ended.output

@@ -50,6 +50,7 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     held_out = {row["step"] + UPDATES: row[name] for row in steps if name in row}
     assert list(held_out) == [0, 25, 50, UPDATES] and held_out[UPDATES] < 0.5 * held_out[0]
     assert not list((run / "logs").glob("engine-*.log")), "no engine is started"
+    shared_runs.succeed("evaluate", run)
 
     process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs, **checkpoints)))
     until(lambda: shared_runs.newest() != run and shared_runs.steps_done() > 5, "the first updates")

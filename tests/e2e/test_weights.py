@@ -283,26 +283,6 @@ def test_a_probe_does_not_wait_for_a_rollout_of_a_full_engine(bench: Bench, loop
     assert not loop.run_until_complete(probe())
 
 
-def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
-    probe = (5, 9, 30, 31, 60, 22, 14)
-    rollout = Rollout(
-        *(np.array(probe[1:], np.int32), np.zeros(6, np.float32), np.zeros(6, np.int32)),
-        rollout_id="probe",
-        prompt_ids=probe[:1],
-        text="",
-        finish_reason="stop",
-    )
-
-    async def attest() -> np.ndarray:
-        await bench.publish(60, "keep")
-        await bench.publish(61, "keep")
-        return (await bench.engine.attest(probe, 0.0)).probe_logprobs
-
-    served = loop.run_until_complete(attest())
-    assert np.abs(served - bench.recomputed(rollout, 61)).max() < TOLERANCE
-    assert np.abs(served - bench.recomputed(rollout, 60)).max() > 100 * TOLERANCE
-
-
 def test_an_update_is_prepared_while_the_engine_generates(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     """Nothing of it is served before the update, and weights that are prepared but not used have no effect."""
 
@@ -325,15 +305,6 @@ def test_an_update_is_prepared_while_the_engine_generates(bench: Bench, loop: as
 
     between = loop.run_until_complete(publish())
     assert gaps(bench, between, 65).max() < TOLERANCE
-
-
-def test_memory_that_is_of_another_version_is_refused(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
-    async def publish() -> None:
-        await bench.publish(70, "keep")
-        await bench.engine.update_weights(71, bench.path, bench.slots, "keep")
-
-    with pytest.raises(Exception, match="version 71 was reused for version 70"):
-        loop.run_until_complete(publish())
 
 
 def check_tokens_in_a_crowd(bench: Bench, loop: asyncio.AbstractEventLoop, version: int) -> None:

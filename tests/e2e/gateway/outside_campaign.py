@@ -1,20 +1,13 @@
-"""A run with programs outside of it, killed programs and a driver that is killed again and again.
-
-    python -m tests.e2e.gateway.outside_campaign --sessions 500 --kills 3
-
-Prints the findings of ``outside_programs.audit``, and exits with 1 if a token is not accounted for.
-"""
+"""A run with programs outside of it, killed programs and a driver that is killed again and again."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +80,3 @@ def disturbed(runs: Runs, steps: int, kills: int) -> tuple[Path, Findings]:
         driver.kill()
         driver.communicate()
     return run, audit(run, runs.folder / "log.jsonl")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sessions", type=int, default=500, help="minimum number of rewarded sessions in trained groups"
-    )
-    parser.add_argument("--kills", type=int, default=3, help="how often the driver is killed")
-    arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="outside-"))
-    run, audited = disturbed(Runs(folder), steps=-(-arguments.sessions // 32), kills=arguments.kills)
-    print(audited, *audited.problems, f"run folder  {run}", sep="\n")
-    return 1 if audited.problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> None:
-    """``python -m tests.e2e.gateway.outside_campaign`` has more sessions and kills."""
+    """``python -m tests.e2e.gateway.campaign --outside`` has more sessions and kills."""
     run, audited = disturbed(Runs(tmp_path), steps=5, kills=1)
     assert stat.S_IMODE((run / "sessions.json").stat().st_mode) == 0o600
     assert [row["step"] for row in steps_of(run)] == list(range(1, 6))
