@@ -202,6 +202,12 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    """A runs folder for one test: its temporary folder."""
+    return Runs(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """Every test here leaves the temporary folder and /dev/shm as it found them. Processes that a failed test has not

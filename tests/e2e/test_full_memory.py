@@ -34,8 +34,7 @@ LOSS = """
 """
 
 
-def test_full_rank_halves_micro_batches_and_replay_repeats_them(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_full_rank_halves_micro_batches_and_replay_repeats_them(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(textwrap.dedent(LOSS))
     spec = runs.write_spec(
         name="full",

@@ -55,7 +55,7 @@ def failed_prompts(run: Path) -> list[tuple[str, str, str]]:
 
 
 def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late(
-    tmp_path: Path, server: Server
+    runs: Runs, tmp_path: Path, server: Server
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -65,7 +65,6 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
         prompts.insert(2 * place + 1, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
     (tmp_path / "bad_reward.py").write_text(textwrap.dedent(REWARD))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    runs = Runs(tmp_path)
     spec = runs.write_spec(
         model=UNTRAINED,
         task={"use": "bad_reward:reward", "reward_timeout_s": 2.0},

@@ -26,8 +26,7 @@ REWARD = """
 """
 
 
-def test_running_baselines_survive_a_kill_and_are_replayed(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_running_baselines_survive_a_kill_and_are_replayed(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "lengths.py").write_text(textwrap.dedent(REWARD))
     lines = (json.dumps({"prompt": f"{number}>"}) for number in range(PROMPTS))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")

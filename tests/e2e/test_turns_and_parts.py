@@ -54,8 +54,7 @@ MODULE = """
 """
 
 
-def test_turns_and_parts_are_trained_and_replayed(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_turns_and_parts_are_trained_and_replayed(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "turns.py").write_text(textwrap.dedent(MODULE))
     lines = (json.dumps({"prompt": f"{number}>"}) for number in range(40))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")

@@ -120,16 +120,14 @@ def test_killed_image_run_continues_without_its_files_and_replays(killed: Distur
 
 # On a real engine, an aborted image rollout continues with the same tokens: tests/rollout/test_images.py.
 @pytest.mark.rotating
-def test_killed_image_run_equals_an_undisturbed_one(killed: DisturbedRun, tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_killed_image_run_equals_an_undisturbed_one(killed: DisturbedRun, runs: Runs) -> None:
     undisturbed = runs.train_spec(spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
     assert_engines_saw_what_was_trained(undisturbed)
     assert not differences(undisturbed, killed.folder)
 
 
 @pytest.mark.rotating
-def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(runs: Runs) -> None:
     spec = spec_for(runs, "camera", {"mode": "async", "max_staleness": 1}, steps=2, task={"use": "camera:Camera"})
     run = runs.train_spec(spec, "model.max_images=2", "model.freeze=[vision]")
     trained = rows(run, "metrics.jsonl")

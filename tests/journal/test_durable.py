@@ -13,15 +13,10 @@ from buffer_stand_ins import (
     SETTINGS,
     candidates,
     commit,
-    contents,
     fill,
     finish,
-    joined,
-    part,
-    pieces,
     publish_record,
     rollout,
-    tokens,
 )
 
 from asyncrl_cli.journal.durable import DurableLedger
@@ -53,18 +48,6 @@ def test_a_new_journal_starts_at_step_0(path: Path) -> None:
     assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
     state = {"next_group": 0, "loader": None, "evaluated": {}, "prompts": []}
     assert book.fallback(book.ledger.step) == state
-
-
-def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 1))
-    one = rollout("0-0", [0] * 9)
-    book.grown([*pieces(one, 0, 2), *pieces(one, 4, 6), *pieces(one, 1, 4)])
-    book, opening = reopened(book, path)
-    assert tokens(joined("0-0", opening.groups[0].prefixes[0][0])) == tokens(part(one, 0, 4))
-    book.record([one])
-    book, opening = reopened(book, path)
-    assert contents(opening.groups[0].unscored[0]) == contents(one)
 
 
 def test_a_masked_rollout_is_judged_and_never_scored_again(path: Path) -> None:

@@ -163,6 +163,13 @@ class Crashes(RuleBasedStateMachine):
         first = data.draw(st.integers(0, self.delivered[name]))
         self._call("grown", pieces(self.engines[name], first, self.delivered[name]))
 
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def tokens_after_a_gap_are_ignored(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.delivered)))
+        ahead = extended(self.engines[name], self._more(name, 2))
+        self.book.grown(pieces(ahead, self.delivered[name] + 1))
+
     @precondition(lambda self: self._running())
     @rule(data=st.data(), count=st.integers(1, 4))
     def finish(self, data: st.DataObject, count: int) -> None:

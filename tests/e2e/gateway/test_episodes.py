@@ -155,11 +155,6 @@ def write(runs: Runs, name: str, count: int, **fields: Any) -> str:
     return f"{name}.jsonl"
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
-
-
 USES: dict[str, dict[str, Any]] = {
     "agent": {"use": "players:patient"},
     "echo": {"use": "players:Echo"},

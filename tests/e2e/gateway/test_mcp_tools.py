@@ -62,8 +62,9 @@ TASKS = """
 """
 
 
-def test_a_policy_is_trained_with_the_tools_of_mcp_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(tmp_path)
+def test_a_policy_is_trained_with_the_tools_of_mcp_servers(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(CALCULATOR / "calculator.py", tmp_path)
     for name, code in (("serve.py", SERVER), ("sums.py", TASKS)):
         (tmp_path / name).write_text(textwrap.dedent(code))

