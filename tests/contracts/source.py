@@ -94,9 +94,7 @@ class Package:
     # -- classes
 
     def resolve(self, where: Definition, expression: ast.expr) -> Definition | None:
-        """Resolve a name in a module, such as a base class, an annotation or a decorator."""
-        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
-            expression = ast.parse(expression.value, mode="eval").body
+        """Resolve the name of a base class in a module."""
         if isinstance(expression, ast.Subscript):  # Generic[...], Optional[...]
             expression = expression.value
         name = ast.unparse(expression)

@@ -81,10 +81,8 @@ def test_the_final_model_loads_in_transformers_and_answers_as_the_engine_did(sho
 
     model = AutoModelForCausalLM.from_pretrained(short_run / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(short_run / "model")
-    last, longest = (
-        rows(short_run, "metrics.jsonl")[-1]["step"],
-        load_spec(short_run / "spec.yaml").spec.rollout.max_response_tokens,
-    )
+    last = rows(short_run, "metrics.jsonl")[-1]["step"]
+    longest = load_spec(short_run / "spec.yaml").spec.rollout.max_response_tokens
     for sample in rows(short_run, f"evaluations/step-{last:06d}-greedy.jsonl")[1:17]:
         ids = tokenizer(sample["prompt"], return_tensors="pt").input_ids
         answer = model.generate(ids, max_new_tokens=longest, do_sample=False)[0, ids.shape[1] :]

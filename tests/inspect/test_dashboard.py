@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -51,7 +51,6 @@ def lines(shown: RunView, width: int = 80, height: int = 25) -> list[str]:
 
 
 @given(st.lists(st.floats(width=64), max_size=50))
-@settings(deadline=None)
 def test_sparkline_has_a_bar_per_value_in_their_order(values: list[float]) -> None:
     bars = sparkline(values)
     assert [bar == " " for bar in bars] == [not math.isfinite(value) for value in values]
@@ -61,7 +60,6 @@ def test_sparkline_has_a_bar_per_value_in_their_order(values: list[float]) -> No
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2))
-@settings(deadline=None)
 def test_sparkline_spans_the_bars(values: list[float]) -> None:
     bars = sparkline(values)
     assert bars[values.index(min(values))] == BARS[0]
