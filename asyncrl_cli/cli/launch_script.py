@@ -2,7 +2,7 @@
 
 bash runs the script in a sandbox that has none of the programs, so each command only leaves its expanded words in
 bash's trace. The script is refused if anything before the trainer's command depends on what only a run has: an unset
-variable, the output or exit status of a program, or a file. So each word of the command is certain.
+variable, the output or exit status of a program, or a file. So each word of the command is certain (decision 0027).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _REPLACED = (
     (re.compile(r"(?<![\w./])PATH\b"), "PATH_OF_PROGRAMS"),
     (re.compile(r"<[ \t]*/dev/null"), "</dev/zero"),
 )
-"""What differs in the sandbox: the script's own path, exit statuses, the folders of programs, and that the input of
-programs in the background, and of no others, is /dev/null."""
+"""Differences of the sandbox: the script has another path, programs have no exit status and are never found, and only
+the input of programs in the background is /dev/null."""
 _RECORD = re.compile("(\1*)\2(script|prelude)(?:: line)? (\\d+):? (.*?)(?=\1*\2|\\Z)", re.DOTALL)
 """A command in the trace, or an error. The first has one `\\1`, and another one in each command substitution."""
 _WORD = re.compile(r"""(?:'[^']*'|\$'(?:[^\\']|\\.)*'|\\.|[^ \t\n'\\])+""", re.DOTALL)
@@ -132,7 +132,7 @@ def _command(path: str, trace: str, argument_pattern: re.Pattern[str]) -> list[s
         if not is_missing and depth and any(map(argument_pattern.match, words[launched(words) or len(words) :])):
             commands.append(words)
         if commands:
-            continue  # What follows does not change the command.
+            continue  # The rest of the script does not change the command.
         if not depth and (unset := _UNSET.match(text)):
             hint = f"add `{unset[1]}=VALUE` after the script"
             raise ConfigError(f"the script does not set {unset[1]}", location=location, hint=hint)
