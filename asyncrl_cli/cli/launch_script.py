@@ -29,16 +29,17 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SETS_VARIABLES = re.compile(r"(?:read|mapfile|readarray)\b|set (?:--|[^-+])|(?:source|\.) ")
 _ENVIRONMENT_SCRIPT = re.compile(r"(?:source|\.) (?:/(?:usr|opt|etc)/|(?:\S*/)?(?:activate|conda\.sh|\.bashrc)(?: |$))")
 """A script that sets up programs, and no variables of a trainer's command."""
-_FILE_TEST = re.compile(r"(?:\[\[?|test) (?:.* )?-(?:[b-hkprsuwxGLNOS]|nt|ot|ef) ")
+_FILE_TEST = re.compile(r"(?:\[\[?|test) (?:.* )?-(?:[b-hkprstuwxGLNOS]|nt|ot|ef) ")
 _UNSET = re.compile(r"\$?(\w+)(?:\[.*\])?: (?:unbound variable|parameter null or not set)")
 _REPLACED = (
     (re.compile(r"(?<=\$)BASH_SOURCE\b|(?<=\$\{)BASH_SOURCE(?:\[0\])?"), "0"),
     (re.compile(r"(?<=\$)\?|(?<=\$\{)\?|\bPIPESTATUS\b"), "STATUS_OF_A_PROGRAM"),
+    (re.compile(r"(?<=\$)E?UID\b|(?<=\$\{)E?UID\b"), "USER_ID"),
     (re.compile(r"(?<![\w./])PATH\b"), "PATH_OF_PROGRAMS"),
     (re.compile(r"<[ \t]*/dev/null"), "</dev/zero"),
 )
-"""Differences of the sandbox: the script has another path, programs have no exit status and are never found, and only
-the input of programs in the background is /dev/null."""
+"""Differences of the sandbox: another path and user, programs have no exit status and are never found, and only the input
+of programs in the background is /dev/null."""
 _RECORD = re.compile("(\1*)\2(script|prelude)(?:: line)? (\\d+):? (.*?)(?=\1*\2|\\Z)", re.DOTALL)
 """A command in the trace, or an error. The first has one `\\1`, and another one in each command substitution."""
 _WORD = re.compile(r"""(?:'[^']*'|\$'(?:[^\\']|\\.)*'|\\.|[^ \t\n'\\])+""", re.DOTALL)

@@ -166,6 +166,7 @@ def test_a_script_that_would_need_much_work_is_refused(name: str, script: Path) 
         ("\necho $(echo $M)", "does not set M"),
         ("\nN=$RANDOM", "does not set RANDOM"),
         ("\nN=$1", "does not set 1"),
+        ("\nN=${UID}", "does not set USER_ID"),
     ],
 )
 def test_a_script_that_depends_on_what_only_a_run_has_is_refused_with_its_line(
