@@ -38,8 +38,8 @@ _REPLACED = (
     (re.compile(r"(?<![\w./])PATH\b"), "PATH_OF_PROGRAMS"),
     (re.compile(r"<[ \t]*/dev/null"), "</dev/zero"),
 )
-"""Differences of the sandbox: another path and user, programs have no exit status and are never found, and only the input
-of programs in the background is /dev/null."""
+"""Differences of the sandbox: another path and user, programs have no exit status and are never found, and only the
+input of programs in the background is /dev/null."""
 _RECORD = re.compile("(\1*)\2(script|prelude)(?:: line)? (\\d+):? (.*?)(?=\1*\2|\\Z)", re.DOTALL)
 """A command in the trace, or an error. The first has one `\\1`, and another one in each command substitution."""
 _WORD = re.compile(r"""(?:'[^']*'|\$'(?:[^\\']|\\.)*'|\\.|[^ \t\n'\\])+""", re.DOTALL)
