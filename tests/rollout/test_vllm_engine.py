@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.rollout.engine import _segments
@@ -45,7 +45,6 @@ def config(**changes: Any) -> SimpleNamespace:
     dtype=st.sampled_from(["float32", "bfloat16"]),
     heads=st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
     prompt: int, response: int, running: int, dtype: str, heads: int
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -48,7 +48,6 @@ FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-@settings(deadline=None)
 @given(rewards=REWARDS, data=st.data())
 def test_masked_rollouts_leave_the_advantages_of_the_group_without_them(
     name: str, rewards: np.ndarray, data: st.DataObject
@@ -71,7 +70,6 @@ def test_a_function_that_breaks_on_a_masked_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-@settings(deadline=None)
 @given(rewards=REWARDS)
 def test_matches_the_formula(name: str, rewards: np.ndarray) -> None:
     uniform = np.isclose(rewards, rewards[:, :1], rtol=1e-9, atol=1e-9).all(axis=1)
@@ -148,7 +146,6 @@ def padded(groups: list[list[list[float]]]) -> torch.Tensor:
     return torch.tensor([[turns + [torch.nan] * (most - len(turns)) for turns in group] for group in groups]).double()
 
 
-@settings(deadline=None)
 @given(group=TURNS, gamma=st.sampled_from([1.0, 0.5, 0.0]), scale=st.booleans())
 def test_turns_are_compared_with_the_same_turn_of_others_that_have_it(
     group: list[list[float]], gamma: float, scale: bool
@@ -175,7 +172,6 @@ def test_masked_rollouts_have_no_turn() -> None:
     assert torch.equal(found[0, [0, 2]], turn_advantages(turns[:1, [0, 2]], 1.0, baseline)[0])
 
 
-@settings(deadline=None)
 @given(
     parts=arrays.arrays(np.float64, (3, 4, 5), elements=st.sampled_from([0.0, 0.5, 1.0, 1.0, np.nan])),
     weights=st.lists(st.sampled_from([0.3, 1.0, -2.0]), min_size=3, max_size=3),

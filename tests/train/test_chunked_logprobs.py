@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,6 @@ def score(*arguments: Any, numbers: int) -> tuple[Tensor, Tensor]:
         chunked_logprobs.CHUNK_NUMBERS = before
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     positions=st.integers(0, 9),

@@ -124,7 +124,6 @@ def test_weights_and_sums_match_their_definitions(
     )
 
 
-@settings(deadline=None)
 @given(**SIZES, correction=CORRECTIONS, columns=st.integers(0, 3))
 def test_rows_padding_garbage_and_splits_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, correction: CorrectionSpec, columns: int

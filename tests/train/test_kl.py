@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrices import SIZES, exact, matrices, tensors
 from torch import Tensor
@@ -22,7 +22,6 @@ REFERENCE = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-@settings(deadline=None)
 @given(**SIZES)
 def test_matches_the_formula(name: str, seed: int, rows: int, tokens: int, spread: float) -> None:
     case = matrices(seed, rows, tokens, spread)
@@ -32,7 +31,6 @@ def test_matches_the_formula(name: str, seed: int, rows: int, tokens: int, sprea
     np.testing.assert_allclose(found.numpy(), FORMULAS[name](double["reference"] - double["logprobs"]), rtol=1e-9)
 
 
-@settings(deadline=None)
 @given(gap=st.floats(1e-7, 5.0), sign=st.sampled_from([-1, 1]))
 def test_k3_keeps_its_precision_near_zero(gap: float, sign: int) -> None:
     """Compared with the series of e^d − 1 − d, summed from its smallest term, which has no cancellation."""

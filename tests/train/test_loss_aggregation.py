@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, with_garbage
 
@@ -63,7 +63,6 @@ def evaluated(case: Matrices, **options: Any) -> tuple[float, dict[str, float], 
     return loss.item(), sums.summary(), {name: inputs[name].grad.numpy() for name in ("logprobs", "entropies")}
 
 
-@settings(deadline=None)
 @given(**CASES, kl=st.sampled_from(list(KL)))
 def test_loss_and_gradient_match_the_formula(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, kl: str
@@ -93,7 +92,6 @@ def chosen(aggregation: Aggregation, loss: str, kl: str) -> dict[str, Any]:
     return {"aggregation": aggregation, "denominator": 7.0, "loss": POLICY_LOSSES[loss], "kl": KL[kl]}
 
 
-@settings(deadline=None)
 @given(**EVERYTHING, columns=st.integers(0, 3))
 def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, loss: str, kl: str, columns: int
@@ -113,7 +111,6 @@ def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
         assert not gradients_again[name][~dirty["mask"]].any()
 
 
-@settings(deadline=None)
 @given(**CASES)
 def test_sums_match_their_definitions(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation

@@ -91,7 +91,6 @@ def row(prompt: int, response: int, seed: int = 0) -> TrainingRow:
     return TrainingRow(tokens, 9, bool(generator.random() < 0.5), int(generator.integers(100)), turns)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5), seed=st.integers(0, 10**6)
 )

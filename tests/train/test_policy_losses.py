@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from matrices import SIZES, Matrices, exact, matrices, tensors
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
@@ -77,7 +77,6 @@ def near_an_edge(name: str, case: Matrices, numbers: AlgorithmSpec) -> bool:
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize("numbers", list(SETTINGS.values()), ids=list(SETTINGS))
-@settings(deadline=None)
 @given(**SIZES)
 def test_loss_and_gradient_match_the_paper(
     name: str, numbers: AlgorithmSpec, seed: int, rows: int, tokens: int, spread: float

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig
@@ -99,7 +99,6 @@ def test_ranks_share_a_group_that_one_rank_would_have_alone() -> None:
     assert plan_trees(prompts, 1000, 0.0, ranks=2) == plan_trees(prompts, 1000, 0.0)
 
 
-@settings(deadline=None)
 @given(rows=ROWS, most=st.integers(3, 40), joined=st.booleans(), window=st.sampled_from([None, 1, 3]))
 def test_a_layout_has_every_row_and_shows_each_position_its_ancestors(
     rows: list[list[int]], most: int, joined: bool, window: int | None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, matrices, tensors, with_garbage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +39,6 @@ def discounted(numbers: np.ndarray, decay: float) -> np.ndarray:
     return powers.reshape(size, size) @ numbers
 
 
-@settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], gamma=DECAYS, lam=DECAYS)
 def test_advantages_and_returns_match_the_papers(seed: int, rows: int, tokens: int, gamma: float, lam: float) -> None:
     """GAE as Σ (γλ)^l δ_{t+l}, and returns as discounted sums, without recursion."""
@@ -84,7 +83,6 @@ def test_rows_of_8192_tokens_take_few_operations_and_no_row_depends_on_the_paddi
     assert torch.equal(wide[:, :100], gae(rewards[:, :100], values[:, :100], mask[:, :100], 0.99, 0.95)[0])
 
 
-@settings(deadline=None)
 @given(
     seed=SIZES["seed"],
     rows=st.integers(1, 3),
@@ -121,7 +119,6 @@ def test_from_each_token_on_the_rewards_are_those_of_its_turn_and_all_later_ones
         assert discounted[sampled[0]].item() == pytest.approx(first, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], offset=st.sampled_from([0.0, 100.0]))
 def test_whitening_matches_numpy_however_moments_were_added(seed: int, rows: int, tokens: int, offset: float) -> None:
     case = rewards_and_values(seed, rows, tokens)

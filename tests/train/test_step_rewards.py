@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import ConfigError
@@ -67,7 +67,6 @@ def rewards_of(group: TrainingGroup, step: int = 0, **algorithm: Any) -> StepRew
 PLAYED = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.floats(-5, 5)), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(one=PLAYED, other=PLAYED, overlong=st.sampled_from([0.0, 1.0]))
 def test_turns_sum_to_the_rollouts_reward_and_each_sampled_token_has_its_turn(
     one: Drawn, other: Drawn, overlong: float

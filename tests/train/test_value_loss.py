@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
@@ -24,7 +24,6 @@ def evaluated(case: Matrices, clip: float | None) -> tuple[float, ValueSums, np.
     return loss.item(), sums, values.grad.numpy()
 
 
-@settings(deadline=None)
 @given(**CASES)
 @example(seed=509, rows=1, tokens=10, spread=3.0, clip=1.0)  # a value inside the range that leaves it by rounding
 def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, clip: float | None) -> None:
@@ -51,7 +50,6 @@ def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, c
         assert summary["return_mean"] == pytest.approx(target[mask].mean(), rel=1e-6)
 
 
-@settings(deadline=None)
 @given(**CASES, columns=st.integers(0, 3))
 def test_rows_padding_and_splits_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, clip: float | None, columns: int
