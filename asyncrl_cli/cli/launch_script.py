@@ -40,7 +40,10 @@ _REPLACED = (
 )
 """Differences of the sandbox: another path and user, programs have no exit status and are never found, and only the
 input of programs in the background is /dev/null."""
-_RECORD = re.compile("(\1*)\2(script|prelude)(?:: line)? (\\d+):? (.*?)(?=\1*\2|\\Z)", re.DOTALL)
+_RECORD = re.compile(
+    "(\1*)\2(script|prelude)(?:: line)? (\\d+):? (.*?)(?=\1+\2(?:script|prelude) |\2(?:script|prelude): line |\\Z)",
+    re.DOTALL,
+)
 """A command in the trace, or an error. The first has one `\\1`, and another one in each command substitution."""
 _WORD = re.compile(r"""(?:'[^']*'|\$'(?:[^\\']|\\.)*'|\\.|[^ \t\n'\\])+""", re.DOTALL)
 _QUOTED = re.compile(r"""'([^']*)'|\$'((?:[^\\']|\\.)*)'|\\(.)""", re.DOTALL)
@@ -114,9 +117,12 @@ async def _trace(path: str, variables: Sequence[str]) -> str:
 
 def _command(path: str, trace: str, argument_pattern: re.Pattern[str]) -> list[str]:
     """Return the words of the trainer's command. Raises ``ConfigError``."""
+    texts = _RECORD.findall(trace)
+    # Programs of a pipeline may write at the same time, and an argument may look like a record.
+    if any(not text.endswith("\n") or (depth and _WORD.sub("", text).strip()) for depth, _, _, text in texts):
+        raise ConfigError("bash's trace of the script is torn", location=path, hint=f"try again, or {PASTE}")
     records = [
-        (len(depth), file, line, (depth and _words(text)) or [text.strip()])
-        for depth, file, line, text in _RECORD.findall(trace)
+        (len(depth), file, line, (depth and _words(text)) or [text.strip()]) for depth, file, line, text in texts
     ]
     unused_statuses = Counter(line for _, _, line, words in records if words in ([":", "unused"], ["true"], [":"]))
     commands: list[list[str]] = []
