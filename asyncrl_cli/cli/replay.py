@@ -29,8 +29,8 @@ def replay(
 ) -> None:
     """Train again from the journal, without rollout engines, and compare the weights.
 
-    Starts from the newest checkpoint before --from, or from the initial model, which a warm start made. Exit code: 0
-    when all published versions are equal, or when --set changed something; 1 when one differs.
+    Starts from the newest checkpoint before --from, or from the initial model; after a warm start, from its result.
+    Exit code: 0 when all published versions are equal, or when --set changed something; 1 when one differs.
     """
     from asyncrl_cli.cli.running import search_path
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
