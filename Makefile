@@ -49,7 +49,6 @@ nightly: test-setup faults
 	$(BIN)/python -m pytest -m "nightly or rotating"
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 200 --agents all
-	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500 --outside
 	$(BIN)/python -m tests.spec.fuzz
 
 # Compares the mathematics with TRL's and verl's, in a separate environment that also has their packages.

@@ -2,11 +2,12 @@
 
     python -m tests.cluster.campaign --events 30 --seed 0
 
-Real runs on test hosts: the head with the driver and rank 0, a host with rank 1, a host with two engines, and
-another host for an engine that joins. During a run, hosts are killed, partitioned and slowed down, and engines
-join. A complete run is checked like the runs of `make faults`: its journal is audited and compared with all
-snapshots that were taken during the run, and its recorded batches are trained again. A run without staleness must
-equal a run without faults, bit for bit. Prints a line per event and a table; exits with 1 if any check fails.
+Real runs on test hosts: the head with the driver and rank 0, a host with rank 1, a host with two engines (or with
+``--engine-hosts 3`` three hosts with one each), and another host for an engine that joins. During a run, hosts are
+killed, partitioned and slowed down, their disks are full, and engines join. A complete run is checked like the runs of
+`make faults`: its journal is audited and compared with all snapshots that were taken during the run, and its recorded
+batches are trained again. A run without staleness must equal a run without faults, bit for bit. Prints a line per
+event and a table; exits with 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     COMPARED: {"pipeline": {"max_staleness": 0}, "checkpoints": {"every": 10}, "journal": {"segment_seconds": 600.0}},
 }
-"""Changes to the base spec, by kind of run. All runs have two ranks with ZeRO-3 and two or three engines."""
+"""Changes to the base spec, by kind of run. All runs have two ranks with ZeRO-3 and two to four engines."""
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Campaign:
     folder: Path
     seed: int
     events_a_run: int
+    engine_hosts: int
     say: Any = print
     done: list[tuple[str, HostedRun, Verdict]] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Campaign:
         models.mkdir(exist_ok=True)
         (folder / "models").symlink_to(models)
         with Network(folder, kept=[models]) as network:
-            site = Site.ready(network)
+            site = Site.ready(network, self.engine_hosts)
             run = self._run(kind, site, number)
             self.say(f"run {number}, {kind}: hosts ready after {time.monotonic() - started:.0f} s")
             late, problems = 0, []
@@ -109,7 +111,7 @@ class Campaign:
         changes = {name: dict(section) for name, section in KINDS[kind].items()}
         changes["pipeline"] = {**changes.get("pipeline", {}), "max_restarts": 1000}
         changes["trainer"] = {"ranks": 2, "zero_stage": 3}
-        changes["rollout"] = {"engines": {"min": 1, "max": 3}, "max_running_rollouts": 32}
+        changes["rollout"] = {"engines": {"min": 1, "max": max(2, self.engine_hosts) + 1}, "max_running_rollouts": 32}
         runs = HostedRuns(self.folder / f"run-{number}", site.cluster)
         spec = runs.write_spec(stop={"steps": self.steps}, **changes)
         return HostedRun(runs, spec, self.steps, random.Random(f"{self.seed}/{number}"), self.say)
@@ -148,6 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=30, help="start no more runs after this many events")
     parser.add_argument("--events-a-run", type=int, default=EVENTS_A_RUN)
+    parser.add_argument("--engine-hosts", type=int, default=1, help="hosts with engines, without the guest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=list(KINDS), help="only runs of this kind")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
@@ -156,7 +159,7 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     folder = own_folder(arguments.folder, "cluster-")
-    campaign = Campaign(folder, arguments.seed, arguments.events_a_run, timed_lines())
+    campaign = Campaign(folder, arguments.seed, arguments.events_a_run, arguments.engine_hosts, timed_lines())
     kinds = [arguments.only] if arguments.only else list(KINDS)
     number = 0
     while campaign.events < arguments.events:

@@ -6,8 +6,11 @@ repaired: otherwise a run could not continue after the loss of its only host wit
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.cluster.hosts import Host, Network
@@ -17,49 +20,54 @@ from tests.e2e.faults.disturbed import Ended, Kill
 
 PARTITION_S = 20.0
 SLOW_BYTES_S = 5_000_000
+FULL_S = 20.0
+CRAWL_S = 30.0
 ENGINE = "ray::RolloutWorker"
 JOINS = "SELECT count(*) FROM engine_changes WHERE change = 'join'"
 
 
 @dataclass(slots=True)
 class Site:
-    """The hosts of a run: ``head`` and ``second`` with a trainer rank each, ``engines`` with two engines, and
-    ``guest``, which is on only while a third engine is wanted."""
+    """The hosts of a run: ``head`` and ``second`` with a trainer rank each, ``engine_hosts`` with one engine each, or
+    with two if there is one such host, and ``guest``, which is on only while a further engine is wanted."""
 
     cluster: RayCluster
     head: Host
     second: Host
-    engines: Host
+    engine_hosts: list[Host]
     guest: Host
 
     @classmethod
-    def ready(cls, network: Network) -> Site:
-        """Turn the hosts on, and wait until Ray has the first three."""
+    def ready(cls, network: Network, engine_hosts: int = 1) -> Site:
+        """Turn the hosts on, and wait until Ray has all but the guest."""
         cluster = RayCluster(network)
-        site = cls(cluster, *(network.host(name) for name in ("head", "second", "engines", "guest")))
+        head, second = network.host("head"), network.host("second")
+        engines = [network.host(f"engines{index}") for index in range(engine_hosts)]
+        site = cls(cluster, head, second, engines, network.host("guest"))
         site.guest.kill()
-        for host in (site.head, site.second, site.engines):
+        for host in (head, second, *engines):
             site.join(host)
-        cluster.wait_for(site.head, site.second, site.engines)
+        cluster.wait_for(head, second, *engines)
         return site
 
     def join(self, host: Host) -> None:
         """Start Ray on a host, with its role's CPUs and labels."""
         self.cluster.start(
             host,
-            cpus=2 if host is self.engines else 1,
+            cpus=2 if [host] == self.engine_hosts else 1,
             labels={"role": "trainer" if host in (self.head, self.second) else "rollout"},
         )
 
     def restore(self) -> None:
-        """Repair the network, replace hosts that are off, and start Ray where it has ended, like an operator.
+        """Repair networks and disks, replace hosts that are off, and start Ray where it has ended, like an operator.
 
         After a long partition Ray declares the host dead, and the host's Ray node ends.
         """
-        for host in (self.head, self.second, self.engines, self.guest):
+        for host in (self.head, self.second, *self.engine_hosts, self.guest):
             if host.alive:
                 host.heal()
                 host.fast()
+                host.free_disk()
             elif host is not self.guest:
                 host.boot()
             if host.alive and self.cluster.ended(host):
@@ -110,27 +118,69 @@ def _guest_is_off(site: Site, run: HostedRun) -> None:
 
 
 def _engines_killed(site: Site, run: HostedRun) -> None:
-    site.engines.kill()
+    run.random.choice(site.engine_hosts).kill()
     run.pause(run.random.uniform(0, 10))
 
 
 def _engines_without_power(site: Site, run: HostedRun) -> None:
-    site.engines.kill(silent=True)
+    run.random.choice(site.engine_hosts).kill(silent=True)
     run.pause(run.random.uniform(0, 10))
 
 
 def _engines_partitioned(site: Site, run: HostedRun) -> None:
-    site.engines.partition()
+    host = run.random.choice(site.engine_hosts)
+    host.partition()
     run.pause(PARTITION_S)
-    site.engines.heal()
+    host.heal()
     # Ray's node ends when it learns that the head declared it dead, unless the partition ended before.
     run.pause(10)
 
 
 def _engines_slow(site: Site, run: HostedRun) -> None:
-    site.engines.slow(SLOW_BYTES_S)
+    run.random.choice(site.engine_hosts).slow(SLOW_BYTES_S)
     wanted = min(run.trained() + 5, run.steps)
     run.until(lambda: run.trained() >= wanted, f"step {wanted} on a slow network")
+
+
+def _engines_disk_full(site: Site, run: HostedRun) -> None:
+    """An engine is killed while the disk is full, so its replacement cannot write a log."""
+    host = run.random.choice(site.engine_hosts)
+    host.fill_disk()
+    for pid in run.until(lambda: host.processes_titled(ENGINE), "an engine")[:1]:
+        os.kill(pid, signal.SIGKILL)
+    run.pause(FULL_S)
+
+
+def _trainer_disk_full(site: Site, run: HostedRun) -> None:
+    site.second.fill_disk()
+    run.pause(FULL_S)
+
+
+def _engines_crawl(site: Site, run: HostedRun) -> None:
+    _crawl(run.random.choice(site.engine_hosts), run)
+
+
+def _trainer_crawls(site: Site, run: HostedRun) -> None:
+    _crawl(site.second, run)
+
+
+def _crawl(host: Host, run: HostedRun) -> None:
+    """A host whose processes stand still nine tenths of the time, as if it swapped."""
+    deadline = time.monotonic() + CRAWL_S
+    while time.monotonic() < deadline:
+        pids = [pid for pid in host.processes() if pid != host.pid]
+        try:
+            _signal(pids, signal.SIGSTOP)
+            run.pause(0.9)
+        finally:
+            _signal(pids, signal.SIGCONT)
+        run.pause(0.1)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _engine_added(site: Site, run: HostedRun) -> None:
@@ -151,8 +201,12 @@ EVENTS: dict[str, Callable[[Site, HostedRun], None]] = {
     "engines without power": _engines_without_power,
     "engines partitioned": _engines_partitioned,
     "engines at 5 MB/s": _engines_slow,
+    "engines' disk full": _engines_disk_full,
+    "engines crawl": _engines_crawl,
     "engine added": _engine_added,
     "trainer killed": _trainer_killed,
+    "trainer's disk full": _trainer_disk_full,
+    "trainer crawls": _trainer_crawls,
 }
 PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {"engine added": _guest_is_off}
 ALL = tuple(EVENTS)

@@ -207,6 +207,16 @@ class Host:
             exec {shlex.quote(sys.executable)} -IS -c {shlex.quote(FIRST_PROCESS)}
         """
 
+    # -- its disk
+
+    def fill_disk(self) -> None:
+        """Leave no free byte in its /tmp, apart from shared folders."""
+        used = self.run("df", "--block-size=1K", "--output=used", "/tmp").split()[-1]
+        self.run("mount", "--options", f"remount,size={used}K", "/tmp")
+
+    def free_disk(self) -> None:
+        self.run("mount", "--options", "remount,size=50%", "/tmp")
+
     # -- its network
 
     def partition(self) -> None:

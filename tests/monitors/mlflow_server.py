@@ -51,9 +51,14 @@ class Server:
 
     def stop(self) -> None:
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all its processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
 
     def _answers(self) -> bool:
         try:

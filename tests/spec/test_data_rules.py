@@ -43,6 +43,11 @@ HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
         ("data: {train: {path: rows.csv, template: 'Q: {}'}}", "data.train.template", "{} names no column"),
         ("data: {train: {path: rows.csv, template: 'Q: {a'}}", "data.train.template", "invalid template"),
         ("data: {train: {path: rows.csv, template: 'Q'}}", "data.train.template", "names no column"),
+        (
+            "data: {train: {path: rows.csv, template: '{a}', prompt_column: a}}",
+            "data.train.prompt_column",
+            "the template names the columns",
+        ),
         ("evaluation: {sets: {a: {every: 2}}}", "evaluation.sets.a.data", "add `data`"),
         ("evaluation: {sets: {a: {data: {}}}}", "evaluation.sets.a.data", "missing"),
         ("evaluation: {sets: {a: {data: {size: 1}, samples: 4}}}", "evaluation.sets.a.samples", "set greedy to false"),

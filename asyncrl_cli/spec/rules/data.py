@@ -201,7 +201,7 @@ def _source_fault(path: str, several: bool) -> str:
 
 @rule
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`.
+    """A split's `template` names columns, in place of `prompt_column`. Only data sets have `config` and `split`, and a hub id needs a `split`.
     Keys about rows, such as `prompt_column` and `system`, need a `path`."""
     for key, split in all_splits(spec):
         first_path = next(iter(split.paths), None)
@@ -212,6 +212,9 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
+            if split.prompt_column != SplitSpec.model_fields["prompt_column"].default:
+                message = "has no effect: the template names the columns of the prompt"
+                yield Problem(f"{key}.prompt_column", message, "remove it, or remove the template")
         for name in ROW_KEYS if split.path is None else ():
             if getattr(split, name) != SplitSpec.model_fields[name].default:
                 hint = "set it in the members' splits, or remove it" if spec.task.mix else "give a path, or remove it"

@@ -2,7 +2,7 @@
 
     python -m tests.e2e.faults.campaign --kills 120 --seed 0
 
-Real runs of fourteen kinds, each with several faults: killed and stopped processes, commands next to a run, and what
+Real runs of fifteen kinds, each with several faults: killed and stopped processes, commands next to a run, and what
 users do between two drivers. The journal of a complete run is audited and compared with every
 snapshot that was taken during the run; its recorded batches are trained again and must give the same weights; and a run
 without staleness must equal a run without faults, bit for bit. Prints a line per kill and a table; exits with 1 if any
@@ -30,9 +30,11 @@ from typing import Any
 from tests import small_models
 from tests.e2e.conftest import ROOT, Runs, leftover_files
 from tests.e2e.faults.audit import Audit
+from tests.e2e.faults.companions import AgentsRun, TrackedRun
 from tests.e2e.faults.disturbed import DisturbedRun, Hung
 from tests.e2e.faults.incidents import inject
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
+from tests.monitors.mlflow_server import Server
 from tests.spell_backward import SpellBackward
 
 STEPS = 200
@@ -48,6 +50,8 @@ COMPARED = "no staleness"
 """Runs of this kind must equal a run without faults, bit for bit: without staleness the content of a batch does not
 depend on chance, and an interrupted rollout continues with the same random numbers (decision 0064)."""
 
+TRACKED = "tracked"
+OUTSIDE = "outside agents"
 KINDS: dict[str, dict[str, Any]] = {
     "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
     COMPARED: {**LONG_SUMS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
@@ -105,7 +109,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "checkpoints": {"every": 4, "keep_best": 2, "upload": "file://…"},
         "evaluation": {"every": 4, "prompts": 32, "fix_version": True},
     },
-    "tracked": {"tracking": {"mlflow": True}, "checkpoints": {"every": 10}},
+    TRACKED: {"tracking": {"mlflow": True}, "checkpoints": {"every": 10}},
+    OUTSIDE: {
+        "model": {**small_models.UNTRAINED, "max_length": 128},
+        "task": {"use": "external", "episode": {"timeout_s": 15}},
+        "data": {"train": {"path": str(ROOT / "templates/agent/prompts.jsonl")}, "eval": None},
+        "rollout": {"group_size": 4, "max_response_tokens": 12, "max_failed_share": 0.9},
+        "checkpoints": {"every": 10},
+    },
 }
 """What each kind of run changes in the base spec."""
 
@@ -135,7 +146,8 @@ FAULTS_OF_KIND: dict[str, tuple[str, ...]] = {
     "turns": ("gateway settled", "player settled", "stopped:gateway settled", "stopped:player settled"),
     "supervised": ("driver warming", "trainer warming", "driver warming"),
     "uploads": ("driver save", "driver save, driver resume"),
-    "tracked": ("tracker settled", "stopped:tracker settled", "tracker soon"),
+    TRACKED: ("tracker settled", "server:stopped settled", "server:killed settled, driver soon", "tracker soon"),
+    OUTSIDE: ("program settled", "gateway settled", "program publish, driver soon", "stopped:gateway settled"),
 }
 """Faults that only some kinds of runs can have. Each of their runs has them, before the others."""
 
@@ -166,8 +178,9 @@ class Campaign:
                 problems += differences(run.folder, self._undisturbed())
             found = verdict.audit
         except Hung as hung:
-            run.end()
             problems, found = [str(hung)], Audit(0, 0, 0, 0, ())
+        finally:
+            run.end()
         for kill in run.kills:
             self.kills += 1
             back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
@@ -187,8 +200,14 @@ class Campaign:
         if "upload" in changes.get("checkpoints", {}):
             changes["checkpoints"]["upload"] = f"file://{self.runs.folder}/uploads"
         write_data(self.runs.folder)
+        if kind == TRACKED:
+            server = Server(self.runs.folder)
+            changes["tracking"]["uri"] = server.uri
         spec = self.runs.write_spec(stop={"steps": STEPS, "on_unhealthy": "never"}, **changes)
-        return DisturbedRun(self.runs, spec, STEPS, random.Random(seed), self.say)
+        arguments = (self.runs, spec, STEPS, random.Random(seed), self.say)
+        if kind == TRACKED:
+            return TrackedRun(*arguments, server=server)
+        return AgentsRun(*arguments) if kind == OUTSIDE else DisturbedRun(*arguments)
 
     def _undisturbed(self) -> Path:
         if self.undisturbed is None:
@@ -224,6 +243,8 @@ def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
     for kind in cycle(KINDS):
         # Faults at the moment `last` can only be the last ones of a run.
         drawn = sorted(islice(faults, FAULTS_A_RUN), key=lambda fault: fault.endswith("last"))
+        if kind == OUTSIDE:  # programs bring the rewards
+            drawn = [fault for fault in drawn if "scorer" not in fault]
         yield kind, [*FAULTS_OF_KIND.get(kind, ()), *drawn]
 
 

@@ -27,9 +27,9 @@ def disturb(shared_runs: Runs) -> Iterator[Disturb]:
     the test."""
     started: list[DisturbedRun] = []
 
-    def start(steps: int, **sections: Any) -> DisturbedRun:
+    def start(steps: int, run_class: type[DisturbedRun] = DisturbedRun, **sections: Any) -> DisturbedRun:
         spec = shared_runs.write_spec(**{"stop": {"steps": steps}} | UNTRAINED | sections)
-        run = DisturbedRun(shared_runs, spec, steps, random.Random(0))
+        run = run_class(shared_runs, spec, steps, random.Random(0))
         started.append(run)
         run.start()
         return run

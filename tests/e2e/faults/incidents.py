@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from tests.e2e.faults.companions import TrackedRun
 from tests.e2e.faults.disturbed import DisturbedRun, Ended, Hung, Kill
 from tests.e2e.faults.moments import MOMENTS
 
@@ -42,6 +43,22 @@ def stop_process(run: DisturbedRun, part: str, moment: str) -> None:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def disturb_server(run: DisturbedRun, name: str, moment: str) -> None:
+    """Kill MLflow's server, or stop it, for some time."""
+    assert isinstance(run, TrackedRun)
+    _await(run, moment)
+    _record(run, f"server:{name}", moment)
+    run.server.signal(SERVER_SIGNALS[name])
+    try:
+        run.pause(STOPPED_S)
+    finally:
+        if name == "stopped":
+            run.server.signal(signal.SIGCONT)
+        else:
+            run.server.stop()
+            run.server.start()
 
 
 COMMANDS: dict[str, tuple[tuple[str, ...], frozenset[int]]] = {
@@ -125,6 +142,7 @@ GROUPS: dict[str, Callable[[DisturbedRun, str, str], None]] = {
     "stopped": stop_process,
     "beside": run_command,
     "between": act_between_drivers,
+    "server": disturb_server,
 }
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import signal
+import stat
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.e2e.conftest import Runs, leftover_files
-from tests.e2e.faults.campaign import LONG_SUMS
+from tests.e2e.faults.campaign import KINDS, LONG_SUMS, OUTSIDE
+from tests.e2e.faults.companions import AgentsRun
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.verdict import differences, judge, left_behind, replay_violations
@@ -98,6 +100,24 @@ def test_ctrl_c_ends_a_run_that_starts(disturb: Disturb, log: str) -> None:
     run.until((run.folder / "logs" / log).exists, log)
     run.interrupt()
     assert left_behind(run, before) == []
+
+
+@pytest.mark.rotating
+def test_every_token_of_outside_programs_is_accounted_for(disturb: Disturb) -> None:
+    before = leftover_files()
+    run = disturb(12, AgentsRun, **KINDS[OUTSIDE])
+    assert isinstance(run, AgentsRun)
+    assert stat.S_IMODE(run.access.stat().st_mode) == 0o600
+    for fault in ("program settled", "driver settled"):
+        assert run.inject(*fault.split())
+    run.finish()
+    assert run.stops == []
+    assert judge(run, before).violations == ()
+    assert run.sessions_audit
+    counts = run.sessions_audit.counts
+    assert counts["rewarded sessions in trained groups"] >= 12 * 8 * 2
+    assert counts["starts"] == 2
+    assert counts["branches"] == 0, "each program had one conversation, before and after the kill"
 
 
 @pytest.mark.nightly

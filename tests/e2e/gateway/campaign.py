@@ -1,8 +1,7 @@
-"""Many sessions of unmodified agents during one training, or of programs outside of the run.
+"""Many sessions of unmodified agents during one training.
 
     python -m tests.e2e.gateway.campaign --sessions 500
     python -m tests.e2e.gateway.campaign --sessions 200 --agents all
-    python -m tests.e2e.gateway.campaign --sessions 500 --outside --kills 3
 
 Without ``--agents`` these are the libraries; ``all`` has in addition every program that is there
 (``requirements/agents.sh`` installs them). Prints the audit, and exits with 1 if it finds a problem.
@@ -18,7 +17,6 @@ from pathlib import Path
 from asyncrl_cli.cli.app import main as asyncrl
 from tests.e2e.conftest import Runs
 from tests.e2e.gateway.installed import AGENTS, LIBRARIES, installed
-from tests.e2e.gateway.outside_campaign import disturbed
 from tests.e2e.gateway.program_sessions import CONTINUED, Findings
 from tests.e2e.gateway.sessions import audit, write_spec
 
@@ -27,15 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=500, help="minimum number; rounded up to a whole step")
     parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS, separated by commas")
-    parser.add_argument("--outside", action="store_true", help="programs outside of the run")
-    parser.add_argument("--kills", type=int, default=3, help="with --outside: how often the driver is killed")
     arguments = parser.parse_args()
     runs = Runs(Path(tempfile.mkdtemp(prefix="sessions-")))
-    if arguments.outside:
-        steps = -(-arguments.sessions // 32)  # of 8 groups of 4 sessions
-        _, audited = disturbed(runs, steps, arguments.kills)
-    else:
-        audited = train_agents(runs, arguments.sessions, arguments.agents)
+    audited = train_agents(runs, arguments.sessions, arguments.agents)
     print(f"\n{audited}", *audited.problems, f"run folder  {runs.newest()}", sep="\n")
     return 1 if audited.problems else 0
 

@@ -1,35 +1,27 @@
-"""Programs outside of a real run: 64 at once, killed ones, a killed driver, and own prompts."""
+"""Programs outside of a real run bring their own prompts."""
 
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 
 import httpx
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from tests.e2e.conftest import Runs, steps_of, until
-from tests.e2e.gateway.outside_campaign import SPEC, disturbed
+from tests.e2e.conftest import Runs, until
+from tests.e2e.faults.campaign import KINDS, OUTSIDE
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
-def test_every_token_of_outside_programs_is_accounted_for(runs: Runs) -> None:
-    """``python -m tests.e2e.gateway.campaign --outside`` has more sessions and kills."""
-    run, audited = disturbed(runs, steps=5, kills=1)
-    assert stat.S_IMODE((run / "sessions.json").stat().st_mode) == 0o600
-    assert [row["step"] for row in steps_of(run)] == list(range(1, 6))
-    assert not audited.problems, f"{audited}\n" + "\n".join(audited.problems)
-    assert audited.counts["rewarded sessions in trained groups"] >= 5 * 8 * 2
-    assert audited.counts["starts"] == 2
-    assert audited.counts["branches"] == 0, "each program had one conversation, before and after the kill"
-
-
 def test_programs_bring_their_own_prompts(runs: Runs, tmp_path: Path) -> None:
-    sections = {**SPEC, "data": {"train": {"size": 1}, "eval": None}, "algorithm": {"preset": "single_rollout"}}
-    sections["rollout"] = {**SPEC["rollout"], "group_size": 1}
+    sections = {
+        **KINDS[OUTSIDE],
+        "data": {"train": {"size": 1}, "eval": None},
+        "algorithm": {"preset": "single_rollout"},
+    }
+    sections["rollout"] = {**KINDS[OUTSIDE]["rollout"], "group_size": 1}
     driver = runs.start("train", runs.write_spec(**sections, stop={"steps": 1}))
     try:
         (file,) = until(lambda: list(tmp_path.glob("*/sessions.json")), "the run's address")
