@@ -157,15 +157,16 @@ def _trainer_disk_full(site: Site, run: HostedRun) -> None:
 
 
 def _engines_crawl(site: Site, run: HostedRun) -> None:
-    _crawl(run.random.choice(site.engine_hosts), run)
+    _crawl(site, run.random.choice(site.engine_hosts), run)
 
 
 def _trainer_crawls(site: Site, run: HostedRun) -> None:
-    _crawl(site.second, run)
+    _crawl(site, site.second, run)
 
 
-def _crawl(host: Host, run: HostedRun) -> None:
+def _crawl(site: Site, host: Host, run: HostedRun) -> None:
     """A host whose processes stand still nine tenths of the time, as if it swapped."""
+    entered = site.cluster.commands[host.name].process.pid  # nsenter stops itself when its command is stopped
     deadline = time.monotonic() + CRAWL_S
     while time.monotonic() < deadline:
         pids = [pid for pid in host.processes() if pid != host.pid]
@@ -173,7 +174,7 @@ def _crawl(host: Host, run: HostedRun) -> None:
             _signal(pids, signal.SIGSTOP)
             run.pause(0.9)
         finally:
-            _signal(pids, signal.SIGCONT)
+            _signal([entered, *pids], signal.SIGCONT)
         run.pause(0.1)
 
 

@@ -39,6 +39,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "RAY_raylet_start_wait_time_s": "300",  # several nodes start at the same time
             # setproctitle would overwrite the environment, where tests look for marks of processes.
             "SPT_NOENV": "1",
         }

@@ -146,7 +146,7 @@ FAULTS_OF_KIND: dict[str, tuple[str, ...]] = {
     "turns": ("gateway settled", "player settled", "stopped:gateway settled", "stopped:player settled"),
     "supervised": ("driver warming", "trainer warming", "driver warming"),
     "uploads": ("driver save", "driver save, driver resume"),
-    TRACKED: ("tracker settled", "server:stopped settled", "server:killed settled, driver soon", "tracker soon"),
+    TRACKED: ("tracker settled", "tracker soon", "server:killed settled", "server:stopped settled"),
     OUTSIDE: ("program settled", "gateway settled", "program publish, driver soon", "stopped:gateway settled"),
 }
 """Faults that only some kinds of runs can have. Each of their runs has them, before the others."""

@@ -46,19 +46,19 @@ def stop_process(run: DisturbedRun, part: str, moment: str) -> None:
 
 
 def disturb_server(run: DisturbedRun, name: str, moment: str) -> None:
-    """Kill MLflow's server, or stop it, for some time."""
+    """Kill MLflow's server and start another one, or stop it for some time."""
     assert isinstance(run, TrackedRun)
     _await(run, moment)
     _record(run, f"server:{name}", moment)
-    run.server.signal(SERVER_SIGNALS[name])
+    if name == "killed":
+        run.server.stop()
+        run.server.start()
+        return
+    run.server.signal(signal.SIGSTOP)
     try:
         run.pause(STOPPED_S)
     finally:
-        if name == "stopped":
-            run.server.signal(signal.SIGCONT)
-        else:
-            run.server.stop()
-            run.server.start()
+        run.server.signal(signal.SIGCONT)
 
 
 COMMANDS: dict[str, tuple[tuple[str, ...], frozenset[int]]] = {
