@@ -1,4 +1,4 @@
-"""`asyncrl checkpoint`: list, verify and export a run's checkpoints."""
+"""`asyncrl checkpoint`: list, verify, export and prune a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.output import echo, show
-from asyncrl_cli.core.errors import ConfigError, RunArgumentError
+from asyncrl_cli.core.errors import ConfigError, RunArgumentError, RunError
 from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import WARM_START, RunDirectory
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.runs.checkpoints import Checkpoint
 
 app = typer.Typer(
-    cls=Group, help="List, check and export a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
+    cls=Group, help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -90,6 +90,62 @@ def export(
     echo(f"the {'adapter' if adapter else 'model'} of step {checkpoint.step} is in {folder}")
 
 
+def prune(
+    run: RunName = "latest",
+    keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the N newest.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="N", min=0, help="Keep steps divisible by N; 0 for none.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep the N with the best greedy accuracy.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Delete checkpoints that no retention rule keeps. The options replace the rules in the run's spec.
+
+    A run that is being driven refuses this: its own process deletes checkpoints.
+    """
+    from rich.filesize import decimal
+
+    from asyncrl_cli.inspect.checkpoint_pages import stored
+    from asyncrl_cli.journal.file import checkpoints_removed
+    from asyncrl_cli.runs.checkpoints import remove_unread
+
+    run_directory = find_run(runs_dir, run)
+    run_checkpoints = stored(run_directory)
+    options = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+    retention = run_checkpoints.retention.model_copy(
+        update={key: value for key, value in options.items() if value is not None}
+    )
+    if retention.keep_best and not run_checkpoints.accuracies:
+        raise RunError(
+            "cannot keep the best checkpoints: the run's journal has no greedy accuracy",
+            location=run_directory.run_id,
+            hint="pass --keep-best 0 to use only the other rules",
+        )
+    if not dry_run:
+        run_directory.lock()
+        run_checkpoints = stored(run_directory)  # again: until the lock was held, the driver may have changed them
+    reasons = run_checkpoints.reasons(retention)
+    removed = [checkpoint for checkpoint in run_checkpoints.checkpoints if not reasons[checkpoint.step]]
+    sizes = {checkpoint.step: checkpoint.size for checkpoint in removed}
+    if not dry_run:
+        for checkpoint in list(removed):
+            if not remove_unread(checkpoint):
+                removed.remove(checkpoint)
+                echo(f"the checkpoint of step {checkpoint.step} is kept: another command reads it", err=True)
+        # After the files are gone, because `journal.keep` deletes tokens that only removed checkpoints need. In the
+        # other order, a kill in between would leave a checkpoint on disk without its tokens.
+        checkpoints_removed(run_directory.path, [checkpoint.step for checkpoint in removed])
+        run_directory.unlock()
+    steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
+    freed = decimal(sum(sizes[checkpoint.step] for checkpoint in removed))
+    removed_text = f"the checkpoints of steps {steps} ({freed})" if removed else "nothing"
+    kept_count = len(run_checkpoints.checkpoints) - len(removed)
+    echo(f"{'would remove' if dry_run else 'removed'} {removed_text}; {kept_count} kept")
+
+
 def _checkpoints(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     """All checkpoints, or one step's checkpoint. Raises ``RunArgumentError`` if there is none."""
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
@@ -109,4 +165,5 @@ add(
     ("list", list_checkpoints, "List checkpoints and why each is kept.", "checkpoint list latest"),
     ("verify", verify_checkpoints, "Compare every byte with its checksum.", "checkpoint verify latest"),
     ("export", export, "Write the model as a Hugging Face folder.", "checkpoint export --to my-model"),
+    ("prune", prune, "Delete checkpoints that no retention rule keeps.", "checkpoint prune latest --dry-run"),
 )

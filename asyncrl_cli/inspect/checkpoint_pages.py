@@ -19,6 +19,8 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints, keep_
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
+NOT_KEPT = "nothing: `prune` removes it"
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -36,10 +38,13 @@ class Stored:
     recorded: Mapping[int, history.CheckpointRecord]
     retention: CheckpointSpec
 
+    def reasons(self, retention: CheckpointSpec) -> dict[int, tuple[str, ...]]:
+        """Return the reasons to keep each checkpoint, by step. ``prune`` removes checkpoints without a reason."""
+        return keep_reasons([checkpoint.step for checkpoint in self.checkpoints], self.accuracies, retention)
+
     def row(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return a checkpoint's facts for JSON. Checks only the names and sizes of its files, which is fast."""
         record = self.recorded.get(checkpoint.step)
-        reasons = keep_reasons([checkpoint.step for checkpoint in self.checkpoints], self.accuracies, self.retention)
         return {
             "step": checkpoint.step,
             "folder": str(checkpoint.folder.absolute()),
@@ -47,7 +52,7 @@ class Stored:
             "saved_at": record.at if record else checkpoint.saved_at,
             "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
             "accuracy": self.accuracies.get(checkpoint.step),
-            "kept": list(reasons[checkpoint.step]),
+            "kept": list(self.reasons(self.retention)[checkpoint.step]),
             # `done`, or why the last upload failed.
             "upload": record and (record.upload_failure or (record.uploaded_at and "done")),
         }
@@ -88,7 +93,7 @@ def list_page(run_checkpoints: Stored) -> Page:
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
             {None: "-", "done": "done"}.get(row["upload"], "failed"),
-            ", ".join(row["kept"]) or "nothing",
+            ", ".join(row["kept"]) or NOT_KEPT,
         )
         for row in rows
     ]

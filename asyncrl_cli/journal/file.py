@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby
@@ -20,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl_cli.journal.progress import ACCEPTED, OUTSTANDING
 from asyncrl_cli.journal.rollout_rows import read_batch, row_crc
-from asyncrl_cli.journal.schema import DAMAGED, JournalError, explained, open_for_reading, open_for_writing, sound
+from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, explained, open_for_reading, open_for_writing, sound
 from asyncrl_cli.records.training import TrainingBatch
 
 P = ParamSpec("P")
@@ -222,6 +223,16 @@ class JournalFile:
 
 
 # -- changes without a driver: the caller holds the run's lock
+
+
+def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
+    """Record that these steps' checkpoints are removed from disk, unless the run has no journal."""
+    journal = run / FILE
+    if steps and journal.is_file():
+        with explained(journal), closing(open_for_writing(journal)) as connection:
+            connection.executemany(
+                "UPDATE checkpoints SET removed_at = ? WHERE step = ?", [(time.time(), step) for step in steps]
+            )
 
 
 def prepare_resume(journal: Path, retrain_from: int | None, accept_data: bool) -> None:

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
+from asyncrl_cli.runs import checkpoints
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
+    Damage,
     checkpoint_name,
     complete_checkpoints,
+    remove,
     seal,
+    verified_checkpoint,
+    verify,
 )
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
@@ -72,6 +78,10 @@ def make_checkpoint(run: RunDirectory, step: int) -> Checkpoint:
     return Checkpoint(folder, step)
 
 
+def steps_of(run: RunDirectory) -> list[int]:
+    return [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")]
+
+
 def damage(run: RunDirectory, step: int) -> None:
     path = run.path / "checkpoints" / checkpoint_name(step) / "state/shard"
     path.write_bytes(b"y" + path.read_bytes()[1:])
@@ -84,7 +94,7 @@ def test_list_says_why_each_checkpoint_is_kept(asyncrl: Any, run: RunDirectory) 
     header, *rows = [" ".join(line.split()) for line in out.splitlines()]
     assert header == "step size age files greedy upload kept because"
     assert [row.split()[0] for row in rows] == ["10", "20", "30", "40", "50"]
-    assert "0.250 - nothing" in rows[0]
+    assert "0.250 - nothing: `prune` removes it" in rows[0]
     assert rows[1].endswith("ok 0.750 - best 1")
     assert rows[2].endswith("0.500 - every 30")
     assert "1 damaged - - nothing" in rows[3]
@@ -147,6 +157,63 @@ def test_verify_reads_every_byte(asyncrl: Any, run: RunDirectory) -> None:
     assert len(out.splitlines()) == 4
     assert asyncrl("verify", "--step", 20)[0] == 1
     assert asyncrl("verify", "--step", 30)[0] == 0
+
+
+def test_prune_uses_the_rules_in_the_spec(asyncrl: Any, run: RunDirectory) -> None:
+    code, out, _ = asyncrl("prune", "--dry-run")
+    assert (code, out) == (0, "would remove the checkpoints of steps 10, 40 (4.1 kB); 3 kept\n")
+    assert steps_of(run) == [10, 20, 30, 40, 50]
+    code, out, _ = asyncrl("prune")
+    assert (code, out) == (0, "removed the checkpoints of steps 10, 40 (4.1 kB); 3 kept\n")
+    assert steps_of(run) == [20, 30, 50]
+    with closing(open_for_reading(run.path / FILE)) as journal:
+        gone = journal.execute("SELECT step FROM checkpoints WHERE removed_at IS NOT NULL ORDER BY step").fetchall()
+    assert gone == [(10,), (40,)]
+    assert asyncrl("prune")[1] == "removed nothing; 3 kept\n"
+
+
+def test_prune_options_replace_the_rules_in_the_spec(asyncrl: Any, run: RunDirectory) -> None:
+    code, out, _ = asyncrl("prune", "--keep-last", 2, "--keep-every", 0, "--keep-best", 2)
+    assert (code, out) == (0, "removed the checkpoints of steps 10 (2.1 kB); 4 kept\n")
+    assert steps_of(run) == [20, 30, 40, 50]
+
+
+def test_prune_is_refused_while_the_run_is_driven(asyncrl: Any, run: RunDirectory) -> None:
+    run.lock()
+    code, out, error = asyncrl("prune")
+    assert (code, out) == (1, "")
+    assert "the run is being driven by pid" in error
+    assert steps_of(run) == [10, 20, 30, 40, 50]
+    assert asyncrl("prune", "--dry-run")[0] == 0
+
+
+def test_prune_keeps_a_checkpoint_while_another_command_reads_it(
+    asyncrl: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = verified_checkpoint(run, 10)  # as `evaluate` holds it
+    code, out, error = asyncrl("prune")
+    assert (code, out) == (0, "removed the checkpoints of steps 40 (2.1 kB); 4 kept\n")
+    assert "the checkpoint of step 10 is kept: another command reads it" in error
+    del evaluated
+    assert asyncrl("prune")[1] == "removed the checkpoints of steps 10 (2.1 kB); 3 kept\n"
+
+    def deleted_meanwhile(checkpoint: Checkpoint) -> list[Damage]:
+        remove(checkpoint)
+        return verify(checkpoint)
+
+    monkeypatch.setattr(checkpoints, "verify", deleted_meanwhile)
+    with pytest.raises(RunError, match="the checkpoint of step 20 was just deleted"):
+        verified_checkpoint(run, 20)
+
+
+def test_prune_does_not_guess_which_are_best(asyncrl: Any, run: RunDirectory) -> None:
+    (run.path / FILE).unlink()
+    code, _, error = asyncrl("prune")
+    assert code == 1
+    assert "the run's journal has no greedy accuracy" in error
+    assert steps_of(run) == [10, 20, 30, 40, 50]
+    assert asyncrl("prune", "--keep-best", 0)[0] == 0
+    assert steps_of(run) == [30, 50]
 
 
 def test_export_writes_what_transformers_loads(

@@ -46,7 +46,7 @@ SPEC = "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}
             for command, *options in (
                 *[("watch",), ("report",), ("events",), ("staleness",), ("track",), ("resume",)],
                 *[("replay",), ("evaluate",), ("serve",), ("inspect run",), ("inspect buffer",), ("checkpoint list",)],
-                *[("checkpoint verify",), ("report -o x latest",)],
+                *[("checkpoint verify",), ("checkpoint prune",), ("report -o x latest",)],
                 ("checkpoint export", "--to", "x"),
                 *[("train",), ("validate-spec",), ("plan",), ("init",), ("runs --runs-dir",), ("doctor --cluster",)],
                 *[("convert verl",), ("convert trl",), ("convert prime-rl",)],

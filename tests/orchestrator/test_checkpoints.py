@@ -12,18 +12,8 @@ import pytest
 from stand_ins import spec
 
 import asyncrl_cli.orchestrator.checkpoints as subject
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
-from asyncrl_cli.runs import checkpoints as checkpoint_files
-from asyncrl_cli.runs.checkpoints import (
-    Checkpoint,
-    Damage,
-    Digest,
-    TrainerLayout,
-    remove,
-    verified_checkpoint,
-    verify,
-)
+from asyncrl_cli.runs.checkpoints import Checkpoint, Digest, TrainerLayout, verified_checkpoint, verify
 from asyncrl_cli.runs.directory import RunDirectory
 
 
@@ -135,37 +125,6 @@ async def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     cancelled.set()
     assert await asyncio.to_thread(ended.wait, 60)
     assert names(run) == [".saving-step-000040"]
-
-
-async def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ranks: StandInRanks) -> None:
-    checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
-    removed = []
-    for step in range(1, 10):
-        await saved(checkpoints, step, {})
-        accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
-        removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
-    assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
-    assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
-
-
-async def test_prune_keeps_a_checkpoint_while_another_command_reads_it(
-    run: RunDirectory, ranks: StandInRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoints = checkpoints_of(run, ranks, keep_last=1)
-    for step in (1, 2):
-        await saved(checkpoints, step, {})
-    evaluated = verified_checkpoint(run, 1)  # as `evaluate` holds it
-    assert checkpoints.prune({}) == []
-    del evaluated
-    assert checkpoints.prune({}) == [1]
-
-    def deleted_meanwhile(checkpoint: Checkpoint) -> list[Damage]:
-        remove(checkpoint)
-        return verify(checkpoint)
-
-    monkeypatch.setattr(checkpoint_files, "verify", deleted_meanwhile)
-    with pytest.raises(RunError, match="the checkpoint of step 2 was just deleted"):
-        verified_checkpoint(run, 2)
 
 
 async def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(

@@ -137,7 +137,8 @@ FAULTS = (
     *("stopped:driver settled", "stopped:trainer around", "stopped:engine settled", "stopped:core around"),
     *("stopped:agent around", "stopped:scorer settled"),
     *("beside:replay settled", "beside:evaluate settled", "beside:report settled", "beside:verify save"),
-    *("beside:resume settled", "between:two-resumes settled", "between:two-resumes publish"),
+    *("beside:resume settled", "beside:prune save"),
+    *("between:prune settled", "between:prune save", "between:two-resumes settled", "between:two-resumes publish"),
     "between:read-only settled",
 )
 """Faults as `part moment`; faults joined by a comma follow each other in the same run."""

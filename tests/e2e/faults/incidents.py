@@ -19,6 +19,8 @@ from tests.e2e.faults.disturbed import DisturbedRun, Ended, Hung, Kill
 from tests.e2e.faults.moments import MOMENTS
 
 STOPPED_S = 30.0
+PRUNES = 3
+"""Processes of `checkpoint prune` that are killed one after another."""
 SECOND_DRIVER_S = 300.0
 """Time limit for one of two drivers to refuse its start, in seconds."""
 
@@ -67,6 +69,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], frozenset[int]]] = {
     "report": (("report",), frozenset({0})),
     "verify": (("checkpoint", "verify"), frozenset({0, 2})),
     "resume": (("resume",), frozenset({2})),
+    "prune": (("checkpoint", "prune", "--keep-last", "1"), frozenset({1})),
 }
 """Commands on the run's folder during a run, with their allowed exit codes."""
 
@@ -88,6 +91,15 @@ def act_between_drivers(run: DisturbedRun, name: str, moment: str) -> None:
     BETWEEN[name](run)
     if run.code is not None:
         run.resume()
+
+
+def kill_prune(run: DisturbedRun) -> None:
+    """Kill `checkpoint prune` at a random time, several times."""
+    for _ in range(PRUNES):
+        prune = run.runs.start("checkpoint", "prune", "--keep-last", "1", str(run.folder))
+        time.sleep(run.random.uniform(0.3, 1.5))  # not a wait for a state: the moment of the kill is random
+        prune.kill()
+        prune.communicate()
 
 
 def resume_twice(run: DisturbedRun) -> None:
@@ -134,6 +146,7 @@ def change_rows(run: DisturbedRun) -> None:
 
 
 BETWEEN: dict[str, Callable[[DisturbedRun], None]] = {
+    "prune": kill_prune,
     "two-resumes": resume_twice,
     "read-only": resume_read_only,
     "changed-rows": change_rows,
