@@ -201,8 +201,8 @@ def _source_fault(path: str, several: bool) -> str:
 
 @rule
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A split's `template` names columns, in place of `prompt_column`. Only data sets have `config` and `split`, and a hub id needs a `split`.
-    Keys about rows, such as `prompt_column` and `system`, need a `path`."""
+    """A split's `template` names columns, in place of `prompt_column`. Only data sets have `config` and `split`, and a
+    hub id needs a `split`. Keys about rows, such as `prompt_column` and `system`, need a `path`."""
     for key, split in all_splits(spec):
         first_path = next(iter(split.paths), None)
         source_type = None if first_path is None else source_type_of(first_path)
