@@ -79,7 +79,6 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
         ("{use: exact, tools: {mcp: {a: {url: 'http://c', args: [d]}}}}", "task.tools.mcp.a.args", "not a setting"),
         ("{use: exact, tools: {mcp: {a: {command: b, headers: {c: d}}}}}", "task.tools.mcp.a.headers", "not a setting"),
         ("{use: exact, tools: {mcp: {}}}", "task.tools.mcp", "at least 1"),
-        ("{use: exact, mcpServers: {a: {command: b}}}", "task.mcpServers", "task.tools.mcp"),
         ("{mix: [{name: a, use: exact}], tools: {mcp: {a: {command: b}}}}", "task.tools", "members of the mix"),
         ("{mix: [{name: a, use: exact, tools: {mcp: {b: {}}}}]}", "task.mix.0.tools.mcp.b", "one of `command`"),
     ],
