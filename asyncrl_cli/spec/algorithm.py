@@ -229,7 +229,8 @@ class AlgorithmSpec(Section):
     overlong_buffer: Fraction = 0.2
     """The last part of `rollout.max_response_tokens`, as a fraction of it."""
     mask_truncated: bool = False
-    """Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."""
+    """Exclude rollouts that were truncated at their limit from the loss (overlong filtering). With a KL penalty in the
+    reward they have no penalty, so the baseline excludes them, too."""
     uniform_groups: Literal["skip", "train", "reject"] = _algorithm("uniform_groups", "skip")
     """Groups with equal rewards (with `normalize_then_sum`: equal in each part): `skip` excludes their tokens
     from the loss, `train` keeps them (they count in the mean), `reject` replaces the group with another prompt's

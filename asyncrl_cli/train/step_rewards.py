@@ -59,7 +59,11 @@ class StepRewards:
         for name, reward_part in zip(weights, reward_parts, strict=True):
             if name != REWARD and reward_part.isnan().all() and batch.step == 0 and not spec.task.mix:
                 raise unknown_metric(name, names, "no rollout of the first batch")
-        rewards = torch.zeros_like(recorded_rewards).masked_fill(recorded_rewards.isnan(), math.nan)
+        masked = recorded_rewards.isnan()
+        if algorithm.mask_truncated and algorithm.kl_coef and algorithm.kl_placement == "reward":
+            # Without rows there is no penalty, and such a reward would raise the baseline of the other rollouts.
+            masked |= torch.tensor([[not rollout.finished for rollout in group.rollouts] for group in groups])
+        rewards = torch.zeros_like(recorded_rewards).masked_fill(masked, math.nan)
         for weight, reward_part in zip(weights.values(), reward_parts, strict=True):
             rewards += weight * reward_part.nan_to_num()
         if algorithm.overlong_penalty:

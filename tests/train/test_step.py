@@ -252,6 +252,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_rollout(models: Any) -> N
     [
         {"preset": "grpo"},
         {"preset": "rloo", "kl_coef": 0.1},
+        {"preset": "rloo", "kl_coef": 0.1, "mask_truncated": True},
         {"preset": "dapo", "overlong_buffer": 0.5},
         {"preset": "reinforce_pp"},
         {"preset": "ppo"},
@@ -268,6 +269,17 @@ def test_a_masked_rollout_changes_a_step_as_if_its_group_did_not_have_it(
         replace(group, rewards=tuple(None if index == own else reward for index, reward in enumerate(group.rewards)))
         for group, own in zip(groups, at, strict=True)
     ]
+    if "mask_truncated" in algorithm:
+        masked = [
+            replace(
+                group,
+                rollouts=tuple(
+                    replace(rollout, finish_reason="length" if index == masked_index else "stop")
+                    for index, rollout in enumerate(group.rollouts)
+                ),
+            )
+            for group, masked_index in zip(groups, at, strict=True)
+        ]
     left = [
         replace(
             group,
