@@ -246,7 +246,7 @@ def _result_table(heads: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
     for head in heads:
         for name, value in evaluation_metrics(head):
-            measure = name.removeprefix(f"eval/{head['kind'].replace(':', '/')}_")
+            measure = name[len(f"eval/{head['kind']}_") :]
             low, high = head.get("intervals", {}).get(measure.replace("reward_mean", "mean_reward"), (None, None))
             interval = "" if low is None else f"{low:.3f} to {high:.3f}"
             rows.append((head["kind"], f"{head['prompts']:,}", measure, f"{value:.3f}", interval))

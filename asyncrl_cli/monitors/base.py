@@ -103,13 +103,14 @@ class Monitor:
 
 def evaluation_metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield an evaluation's metrics, such as ``eval/greedy_accuracy``, from its fields."""
+    prefix = f"eval/{result['kind'].replace(':', '/')}"
     metrics = {
-        "accuracy": result["accuracy"],
-        "tokens_mean": result["mean_length"],
-        "reward_mean": result.get("mean_reward"),
-        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
-        **result.get("metrics", {}),
+        f"{prefix}_accuracy": result["accuracy"],
+        f"{prefix}_tokens_mean": result["mean_length"],
+        f"{prefix}_reward_mean": result.get("mean_reward"),
+        **{f"{prefix}_pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
+        **{f"{prefix}/task/{name}": value for name, value in result.get("metrics", {}).items()},
     }
     for name, value in metrics.items():
         if value is not None:
-            yield f"eval/{result['kind'].replace(':', '/')}_{name}", value
+            yield name, value

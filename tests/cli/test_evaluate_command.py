@@ -217,7 +217,7 @@ def test_the_table_has_each_measure_with_its_interval() -> None:
         "prompts": 1200,
         "samples": 2,
         "pass_at": [0.25, 0.3],
-        "metrics": {"turns": 2.0},
+        "metrics": {"accuracy": 2.0},
         "intervals": {"accuracy": [0.2, 0.3], "mean_reward": [-0.1, 0.7], "pass_at_2": [0.3, 0.5]},
     }
     unscored = {"kind": "offline:greedy", "accuracy": None, "mean_reward": None, "mean_length": 3.0, "prompts": 0}
@@ -228,6 +228,6 @@ def test_the_table_has_each_measure_with_its_interval() -> None:
         ["offline-x:sampled", "1,200", "reward_mean", "0.300", "-0.100 to 0.700"],
         ["offline-x:sampled", "1,200", "pass_at_1", "0.250"],
         ["offline-x:sampled", "1,200", "pass_at_2", "0.300", "0.300 to 0.500"],
-        ["offline-x:sampled", "1,200", "turns", "2.000"],
+        ["offline-x:sampled", "1,200", "task/accuracy", "2.000"],
         ["offline:greedy", "0", "tokens_mean", "3.000"],
     ]

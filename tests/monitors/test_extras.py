@@ -52,7 +52,7 @@ def report(tracking: dict[str, Any], folder: Path, search_path: Path, steps: ran
     for step in steps:
         reporter.status("training", Counts(4, 1, step, 0, 0, 0))
         reporter.stepped(step, step, {"reward/mean": step / 4, "train/loss": float("nan")}, 1e9 + step)
-    reporter.evaluated(EvaluationResult("chain:sampled", 3, 0.5, 0.25, 9.0, 4, 1, 3, 2, (0.5, 0.75), {"turns": 2.0}))
+    reporter.evaluated(EvaluationResult("chain:sampled", 3, 0.5, 0.25, 9.0, 4, 1, 3, 2, (0.5, 0.75), {"accuracy": 2.0}))
     reporter.finish(Ending("finished"))
     assert recorder.close() == ""
     return run, reporter.notes, warnings.lines
@@ -74,10 +74,11 @@ def test_tensorboard_has_steps_and_evaluations(tmp_path: Path) -> None:
 
     assert values("reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert values("eval/chain/sampled_pass_at_2")[-1] == (3, 0.75)
+    assert values("eval/chain/sampled_accuracy")[-1] == (3, 0.5), "not the task's metric of this name"
     assert set(events.Tags()["tensors"]) == {
         *("version", "reward/mean", "eval/chain/sampled_accuracy", "eval/chain/sampled_tokens_mean"),
         *("eval/chain/sampled_reward_mean", "eval/chain/sampled_pass_at_1", "eval/chain/sampled_pass_at_2"),
-        "eval/chain/sampled_turns",
+        "eval/chain/sampled/task/accuracy",
     }, "values that are not numbers are omitted"
 
 
