@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from asyncrl_cli.sizing.memory_use import NUMBER_BYTES, MemoryUse, nonzero_uses
@@ -14,6 +15,12 @@ ADAM_BYTES = 8
 REUSE_NUMBERS, SUBGROUP_NUMBERS = 10**9, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight stays if it is used again within this many numbers; the optimizer
 works on this many at a time."""
+OFFLOADED: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("float32 weights", "optimizer"),
+    "all": ("float32 weights", "optimizer", "weights", "reference model"),
+}
+"""Names of the parts in host memory, by ``trainer.offload``; a critic's states are where the policy's are."""
 CPU_RANK_BYTES = 25 * 10**6
 """Bytes that DeepSpeed and gloo take on a CPU in addition to the parts, measured on a rank with 0.3 M weights."""
 SUM_NUMBERS = 5 * 10**8
@@ -30,8 +37,10 @@ class Rank(NamedTuple):
 def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     """Return a rank's parts at its peak: in a micro-batch, or while the optimizer steps."""
     trainer = spec.trainer
-    weights, *states = _states(spec, model.parameters, model.trained)
-    critic = _critic(spec, model)
+    states = _states(spec, model.parameters, model.trained)
+    # The critic's passes need less than the policy's, and happen at other times.
+    backbone = model.parameters - model.head
+    critic = _states(spec, backbone, backbone) if spec.algorithm.needs_critic else ()
     gathered = gathered_numbers(model, trainer) * NUMBER_BYTES[trainer.dtype]
     rows, length, positions = largest_microbatch(spec)
     # A rank computes its slice of the positions. Attention is over all positions with a share of the heads, which
@@ -58,13 +67,14 @@ def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     reference = MemoryUse(
         "reference model", _reference_bytes(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
     )
-    offloaded: list[MemoryUse] = []
-    if trainer.gpus_per_rank and trainer.offload != "none":
-        offloaded = [use for use in states if use.name != "gradients"]
-        if trainer.offload == "all":
-            offloaded.append(weights)
-    device_states = [use for use in (weights, *states) if use not in offloaded]
-    return Rank(nonzero_uses([*device_states, *critic, reference, *peak_uses, *process_uses]), nonzero_uses(offloaded))
+    offloaded = OFFLOADED[trainer.offload]
+
+    def uses_in(host: bool) -> list[MemoryUse]:
+        critic_bytes = sum(use.bytes for use in critic if (use.name in offloaded) == host)
+        uses = [use for use in (*states, reference) if (use.name in offloaded) == host]
+        return [*uses, MemoryUse("critic", critic_bytes, "a second model's states")]
+
+    return Rank(nonzero_uses([*uses_in(host=False), *peak_uses, *process_uses]), nonzero_uses(uses_in(host=True)))
 
 
 def lasting_uses(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
@@ -146,15 +156,6 @@ def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Memory
         MemoryUse("float32 weights", _rank_share(copies, ranks, stage >= 1), "updated by the optimizer"),
         MemoryUse("optimizer", _rank_share(trained * ADAM_BYTES, ranks, stage >= 1), "Adam's two moments"),
     )
-
-
-def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
-    """The critic's states. Its passes need less than the policy's, and happen at other times."""
-    if not spec.algorithm.needs_critic:
-        return ()
-    backbone = model.parameters - model.head
-    states = sum(use.bytes for use in _states(spec, backbone, backbone))
-    return (MemoryUse("critic", states, "weights, gradients and optimizer"),)
 
 
 def _reference_bytes(spec: ExperimentSpec, model: SizedModel) -> int:

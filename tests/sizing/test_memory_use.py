@@ -144,8 +144,10 @@ def test_a_rank_gathers_its_own_share_of_divided_experts(found: SizedModel, size
 @given(MODELS, st.integers(1, 3), st.sampled_from(["optimizer", "all"]))
 def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stage: int, offload: str) -> None:
     on_gpu = {"trainer__gpus_per_rank": 1, "trainer__ranks": 4, "trainer__zero_stage": stage}
-    plain, moved = (rank_uses(sized(**on_gpu, trainer__offload=kind), found) for kind in ("none", offload))
-    assert not plain.host and moved.host
+    models = {"algorithm__advantage": "gae", "algorithm__kl_coef": 0.1}  # with a critic and a reference
+    plain, moved = (rank_uses(sized(**on_gpu, **models, trainer__offload=kind), found) for kind in ("none", offload))
+    names = {"float32 weights", "optimizer", "critic"} | ({"weights", "reference model"} if offload == "all" else set())
+    assert not plain.host and {use.name for use in moved.host} == names
     assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
 
 
