@@ -335,6 +335,12 @@ class RolloutTimes(NamedTuple):
     tokens: int
 
 
+def reported_metrics(connection: sqlite3.Connection) -> set[str] | None:
+    """Return the names of the task's metrics in rollouts with a reward; None if there is no such rollout."""
+    texts = connection.execute("SELECT DISTINCT metrics FROM rollouts WHERE reward IS NOT NULL").fetchall()
+    return {name for (text,) in texts for name in metrics_of(text)} if texts else None
+
+
 def last_scores(connection: sqlite3.Connection) -> dict[int, float | None]:
     """Return, by step, the time when its batch's last group was scored."""
     return dict(connection.execute("SELECT step, max(ended_at) FROM groups WHERE step IS NOT NULL GROUP BY step"))

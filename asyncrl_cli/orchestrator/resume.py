@@ -5,6 +5,7 @@ Invariant: nothing on disk changes before it is certain that the run can be resu
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,7 +15,7 @@ from asyncrl_cli.data.images import ImageError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import prepare_resume
-from asyncrl_cli.journal.history import metrics_rows
+from asyncrl_cli.journal.history import metrics_rows, reported_metrics
 from asyncrl_cli.journal.progress import base as base_of
 from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_taken, steps_trained
 from asyncrl_cli.journal.rollout_rows import prompt_texts
@@ -23,6 +24,7 @@ from asyncrl_cli.journal.writer import Journal
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.records.rewards import REWARD, unknown_metric
 from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.changes import training_changes
@@ -75,7 +77,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     """Plan the resume of a run, from the checkpoint of ``step`` if given. ``note`` is for the journal.
 
     Raises ``RunError`` if there is nothing to do or the checkpoint is damaged; ``JournalError`` if the journal is
-    damaged or forbids a change of the spec.
+    damaged or forbids a change of the spec; ``ConfigError`` if no recorded rollout has a changed part of the reward.
     """
     checkpoint = verified_checkpoint(run, step, lease=False) if step != 0 else None
     if checkpoint is not None:
@@ -96,6 +98,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 base_step = base_of(connection).get("step", 0)  # steps before the journal began
                 step_count = max(steps_taken(connection), base_step)
                 trained_count = max(steps_trained(connection), base_step)
+                _check_reward_parts(connection, spec, note)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
     total, has_model = spec.stop.total, (run.path / MODEL / "config.json").is_file()
@@ -131,6 +134,20 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         without_journal=False,
         changed=changed,
     )
+
+
+def _check_reward_parts(connection: sqlite3.Connection, spec: ExperimentSpec, note: str) -> None:
+    """Raise ``ConfigError`` for a part of the reward in the ``note``'s changes that no recorded rollout has.
+
+    The trainer checks only a run's first batch: all rollouts of a later one may lack a rare part. The tasks of a mix
+    may have different metrics.
+    """
+    changed_parts = [name for name in spec.algorithm.reward_parts if f"algorithm.reward_parts.{name}=" in note]
+    if not changed_parts or spec.task.mix or (reported := reported_metrics(connection)) is None:
+        return
+    for name in changed_parts:
+        if name not in (REWARD, *reported):
+            raise unknown_metric(name, reported, "no recorded rollout")
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, taken_steps: int) -> None:

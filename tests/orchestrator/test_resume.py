@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stand_ins import prompts, rollout, spec
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE, JournalError, check
 from asyncrl_cli.orchestrator.launch import DriverStart
@@ -42,7 +42,8 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
         serial = step - first + 1
         candidate = Candidate(serial, prompts(1)[0], (1, 2), {"epoch": 0, "position": serial})
         (admission,) = book.admit([candidate])
-        book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", Scored(1.0))])
+        rollout_id = f"{admission.group_id}-0"
+        book.record([rollout(rollout_id)], [Outcome(rollout_id, Scored(1.0, {"length": 2.0}))])
         assert book.take(step) is None
         book.publish(PublishRecord(step + 1, step + 1, "sum", 0.0, 0.0, 0.0, 0.0))
         if step < trained:
@@ -84,6 +85,18 @@ def test_checkpoint_without_a_critic_is_refused_before_anything_changes(run: Run
     with pytest.raises(RunError, match="the checkpoint has no critic"):
         prepare(run, with_critic, step=None, note="algorithm.advantage=gae", without_journal=False)
     assert on_disk(run) == before
+
+
+def test_a_new_part_of_the_reward_that_no_recorded_rollout_has_is_refused(run: RunDirectory) -> None:
+    record(run, taken=5)
+    before = on_disk(run)
+    parts = {"reward": 1.0, "length": 0.1, "fromat": 0.3}
+    misspelled = SPEC.model_copy(update={"algorithm": spec(algorithm={"reward_parts": parts}).algorithm})
+    note = "algorithm.reward_parts.length=0.1, algorithm.reward_parts.fromat=0.3"
+    with pytest.raises(ConfigError, match="no recorded rollout has the metric 'fromat'; the task reports reward, leng"):
+        prepare(run, misspelled, step=None, note=note, without_journal=False)
+    assert on_disk(run) == before
+    prepare(run, misspelled, step=None, note="stop.steps=9", without_journal=False)
 
 
 def evaluate(run: RunDirectory, accuracies: dict[int, float]) -> None:
