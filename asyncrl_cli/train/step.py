@@ -89,7 +89,7 @@ def train_batch(learner: Learner, batch: TrainingBatch) -> StepReport:
         sums = update if sums is None else sums + update
         is_first = False
         metrics["train/updates"] += 1
-        metrics["train/gradient_norm"] = result.norm
+        metrics["train/gradient_norm"] = max(result.norm, metrics.get("train/gradient_norm", 0.0))
     updated = _time_of(learner.engine.device)
     if sums is not None:  # on all ranks or on none, like the skipped updates
         of_step = reduce_over_ranks(sums, learner.engine.device, data_group(trainer))

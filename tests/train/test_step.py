@@ -166,6 +166,13 @@ def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
     assert both["train/kl_proximal"] > first["train/kl_proximal"] > 0
 
 
+def test_the_gradient_norm_of_a_step_is_the_largest_of_its_updates(models: Any, monkeypatch: Any) -> None:
+    norms = iter([0.3, 0.5, 0.0])  # the last minibatch has only groups with equal rewards
+    monkeypatch.setattr(OneRank, "get_global_grad_norm", lambda _: next(norms))
+    _, metrics = step(models, experiment_of(trainer={"minibatches": 3}), batch_of(3))
+    assert (metrics["train/updates"], metrics["train/gradient_norm"]) == (3, 0.5)
+
+
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (2, 3)])
 def test_learning_rate_follows_from_the_step_whatever_updates_earlier_steps_had(
     models: Any, minibatches: int, epochs: int
