@@ -81,9 +81,14 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
         ("{use: exact, tools: {mcp: {}}}", "task.tools.mcp", "at least 1"),
         ("{mix: [{name: a, use: exact}], tools: {mcp: {a: {command: b}}}}", "task.tools", "members of the mix"),
         ("{mix: [{name: a, use: exact, tools: {mcp: {b: {}}}}]}", "task.mix.0.tools.mcp.b", "one of `command`"),
+        (
+            "{mix: [{name: a, use: exact}]}\nevaluation: {sets: {b: {data: {path: 'my.rows:make'}}}}",
+            "evaluation.sets.b.data.path",
+            "a mix of tasks; give the set one task, as evaluation.sets.b.task.use",
+        ),
     ],
 )
-def test_a_mistake_about_mcp_servers(write: Write, task: str, path: str, words: str) -> None:
+def test_a_mistake_in_a_task(write: Write, task: str, path: str, words: str) -> None:
     spec = write(HEAD.replace("{use: chain_sum}", task))
     with pytest.raises(SpecError) as raised:
         load_spec(spec)

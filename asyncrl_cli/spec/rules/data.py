@@ -72,6 +72,10 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
         if task.mix and split is not None and split.path is not None:
             hint = f"give the file to a member, as task.mix.0.{split_name}.path, and only a size here"
             yield Problem(f"data.{split_name}.path", "cannot be combined with task.mix", hint)
+    for name, each in spec.evaluation.sets.items():
+        if (each.task or task).mix and each.data.path is not None:
+            hint = f"give the set one task, as evaluation.sets.{name}.task.use, or only a size here"
+            yield Problem(f"evaluation.sets.{name}.data.path", "cannot be combined with a mix of tasks", hint)
 
 
 @rule
