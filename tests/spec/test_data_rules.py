@@ -13,6 +13,11 @@ from asyncrl_cli.spec.problems import SpecError
 
 Write = Callable[..., Path]
 HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
+SET = "evaluation.sets.b.task"
+
+
+def a_set_with(task: str) -> str:
+    return f"evaluation: {{sets: {{b: {{data: {{size: 1}}, task: {task}}}}}}}"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,20 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
             "evaluation.sets.b.data.path",
             "a mix of tasks; give the set one task, as evaluation.sets.b.task.use",
         ),
+        (f"{{use: exact}}\n{a_set_with('{use: mahts}')}", f"{SET}.use", "did you mean `math`?"),
+        (f"{{use: exact}}\n{a_set_with('{}')}", SET, f"give {SET}.use (one task) or {SET}.mix (several)"),
+        (f"{{use: exact}}\n{a_set_with('{use: exact, mix: [{name: a, use: math}]}')}", f"{SET}.use", "to null"),
+        (
+            f"{{use: exact}}\n{a_set_with('{mix: [{name: a, use: exact}, {name: a, use: math}]}')}",
+            f"{SET}.mix.1.name",
+            "the name of another task",
+        ),
+        (
+            f"{{use: exact}}\n{a_set_with('{mix: [{name: a, use: exact, eval: {path: none.csv}}]}')}",
+            f"{SET}.mix.0.eval.path",
+            "does not exist",
+        ),
+        (f"{{use: exact}}\n{a_set_with('{use: exact, options: {a: .nan}}')}", f"{SET}.options.a", "a finite number"),
     ],
 )
 def test_a_mistake_in_a_task(write: Write, task: str, path: str, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -20,6 +21,18 @@ def rule(check: Rule) -> Rule:
 def warning(path: str, message: str, hint: str = "") -> Problem:
     """Return a problem that does not refuse the spec."""
     return Problem(path, message=message, hint=hint, severity="warning")
+
+
+def all_tasks(spec: ExperimentSpec) -> dict[str, TaskSpec]:
+    """Return the run's task and the tasks of evaluation sets, by key."""
+    sets = spec.evaluation.sets.items()
+    return {"task": spec.task} | {f"evaluation.sets.{name}.task": each.task for name, each in sets if each.task}
+
+
+def members(spec: ExperimentSpec) -> dict[str, TaskMember]:
+    """Return the members of all mixes, by key."""
+    tasks = all_tasks(spec).items()
+    return {f"{key}.mix.{index}": member for key, task in tasks for index, member in enumerate(task.mix)}
 
 
 def argument_name(argument: str) -> str:

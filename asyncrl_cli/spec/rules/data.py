@@ -14,7 +14,7 @@ from asyncrl_cli.spec.base import MODULE_NAME
 from asyncrl_cli.spec.data_sources import HUB, names_a_file, source_type_of, template_columns
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import rule, warning
+from asyncrl_cli.spec.rules.base import all_tasks, members, rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = {
@@ -52,28 +52,32 @@ REMOVED_TASKS = {
 @rule
 def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
     """Exactly one of `task.use` and `task.mix` is given. Tasks of a mix have different names, and bring the prompts."""
-    task = spec.task
-    if task.use is None and not task.mix:
-        yield Problem("task", "missing", "give task.use (one task) or task.mix (several)")
-    if task.mix and task.use is not None:
-        yield Problem("task.use", "cannot be combined with task.mix", "set one of the two to null")
-    if task.mix and task.options:
-        yield Problem("task.options", "cannot be combined with task.mix", "give options to the members of the mix")
-    if task.mix and task.tools is not None:
-        yield Problem("task.tools", "cannot be combined with task.mix", "give tools to the members of the mix")
-    names = [member.name for member in task.mix]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            yield Problem(f"task.mix.{index}.name", f"`{name}` is the name of another task, too", "use another name")
-        if name in ("mean", "correct"):
-            message = f"`{name}` is reserved: the metric reward/{name} covers all tasks together"
-            yield Problem(f"task.mix.{index}.name", message, "use another name")
+    for key, task in all_tasks(spec).items():
+        if task.use is None and not task.mix:
+            yield Problem(key, "missing", f"give {key}.use (one task) or {key}.mix (several)")
+        if task.mix and task.use is not None:
+            yield Problem(f"{key}.use", f"cannot be combined with {key}.mix", "set one of the two to null")
+        if task.mix and task.options:
+            yield Problem(
+                f"{key}.options", f"cannot be combined with {key}.mix", "give options to the members of the mix"
+            )
+        if task.mix and task.tools is not None:
+            yield Problem(f"{key}.tools", f"cannot be combined with {key}.mix", "give tools to the members of the mix")
+        names = [member.name for member in task.mix]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Problem(
+                    f"{key}.mix.{index}.name", f"`{name}` is the name of another task, too", "use another name"
+                )
+            if name in ("mean", "correct"):
+                message = f"`{name}` is reserved: the metric reward/{name} covers all tasks together"
+                yield Problem(f"{key}.mix.{index}.name", message, "use another name")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if task.mix and split is not None and split.path is not None:
+        if spec.task.mix and split is not None and split.path is not None:
             hint = f"give the file to a member, as task.mix.0.{split_name}.path, and only a size here"
             yield Problem(f"data.{split_name}.path", "cannot be combined with task.mix", hint)
     for name, each in spec.evaluation.sets.items():
-        if (each.task or task).mix and each.data.path is not None:
+        if (each.task or spec.task).mix and each.data.path is not None:
             hint = f"give the set one task, as evaluation.sets.{name}.task.use, or only a size here"
             yield Problem(f"evaluation.sets.{name}.data.path", "cannot be combined with a mix of tasks", hint)
 
@@ -81,9 +85,7 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def container_image(spec: ExperimentSpec) -> Iterator[Problem]:
     """A container has an image with well-formed columns; other sandboxes have neither image nor runtime."""
-    tasks = {"task": spec.task}
-    tasks |= {f"evaluation.sets.{name}.task": each.task for name, each in spec.evaluation.sets.items() if each.task}
-    for path, task in tasks.items():
+    for path, task in all_tasks(spec).items():
         sandbox = task.sandbox
         if "harbor" in (task.use, *(member.use for member in task.mix)) and (
             sandbox is None or sandbox.kind != "container" or "{image}" not in (sandbox.image or "")
@@ -110,9 +112,10 @@ def container_image(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
     """`use` is a ready task or a well-formed `module:name`; the module is imported at launch."""
-    task_names = [("task.use", spec.task.use)] if spec.task.use is not None else []
-    task_names += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
-    for path, use in task_names:
+    for key, task in (all_tasks(spec) | members(spec)).items():
+        path, use = f"{key}.use", task.use
+        if use is None:
+            continue
         if ":" in use:
             if (imported := as_import(use)) != use or not re.fullmatch(MODULE_NAME, use):
                 hint = f"write it like an import, as `{imported}`"
@@ -132,9 +135,9 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
 def external_task(spec: ExperimentSpec) -> Iterator[Problem]:
     """The task `external` has no evaluations, because the run does not start its programs; it is not part of a mix and
     has no images. Without `data.train.path`, programs bring their prompts, each for one rollout."""
-    for index, member in enumerate(spec.task.mix):
+    for key, member in members(spec).items():
         if member.use == EXTERNAL:
-            yield Problem(f"task.mix.{index}.use", "`external` cannot be part of a mix", "train on it in another run")
+            yield Problem(f"{key}.use", "`external` cannot be part of a mix", "train on it in another run")
     for name, evaluation_set in spec.evaluation.sets.items():
         use = spec.task.use if evaluation_set.task is None else evaluation_set.task.use
         if use == EXTERNAL:
@@ -167,7 +170,7 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
     `model.max_images`. `data.eval` and `data.train` have no source in common."""
     for key, split in all_splits(spec):
         paths = split.paths
-        if not paths and split.size is None and not key.startswith("task.mix."):
+        if not paths and split.size is None and ".mix." not in key:
             yield Problem(key, "missing", "give path (a file), or size (how many prompts the task makes)")
         for path in paths:
             if fault := _source_fault(path, several=len(paths) > 1):
@@ -221,7 +224,7 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
                 yield Problem(f"{key}.prompt_column", message, "remove it, or remove the template")
         for name in ROW_KEYS if split.path is None else ():
             if getattr(split, name) != SplitSpec.model_fields[name].default:
-                hint = "set it in the members' splits, or remove it" if spec.task.mix else "give a path, or remove it"
+                hint = "give a path (with a mix of tasks: in a member's split), or remove it"
                 yield Problem(f"{key}.{name}", "is about the rows of a path, and this split has no path", hint)
         if source_type == "hub" and not HUB_ID.fullmatch(first_path or ""):
             yield Problem(f"{key}.path", f"`{first_path}` is not a hub id", "write it as hf:owner/name")
@@ -229,7 +232,7 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"{key}.split", "missing: a hub data set needs a split", "set it, for example to `train`")
         if source_type != "hub" and split.config is not None:
             yield Problem(f"{key}.config", "only hub data sets (`hf:owner/name`) have a config", "remove it")
-        is_task_split = key.startswith("evaluation.") and split.path is None
+        is_task_split = key.startswith("evaluation.") and ".mix." not in key and split.path is None
         if is_task_split and split.split not in (None, "train", "eval"):
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
         elif not is_task_split and source_type != "hub" and split.split is not None:
@@ -239,13 +242,8 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def mcp_servers(spec: ExperimentSpec) -> Iterator[Problem]:
     """An MCP server has a `command` or a `url`, and only settings of that kind."""
-    tools = {"task": spec.task.tools} | {
-        f"task.mix.{index}": member.tools for index, member in enumerate(spec.task.mix)
-    }
-    for name, subset in spec.evaluation.sets.items():
-        tools[f"evaluation.sets.{name}.task"] = subset.task.tools if subset.task is not None else None
-    for location, tool_settings in tools.items():
-        for name, server in (tool_settings.mcp if tool_settings is not None else {}).items():
+    for location, task in (all_tasks(spec) | members(spec)).items():
+        for name, server in (task.tools.mcp if task.tools is not None else {}).items():
             key = f"{location}.tools.mcp.{name}"
             if (server.command is None) == (server.url is None):
                 hint = "set `command` for a stdio server, or `url` for a streamable HTTP server"
@@ -297,9 +295,9 @@ def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
         yield "model.warm_start.data", spec.model.warm_start.data
     if spec.data.eval is not None:
         yield "data.eval", spec.data.eval
-    for index, member in enumerate(spec.task.mix):
+    for key, member in members(spec).items():
         for name, split in (("train", member.train), ("eval", member.eval)):
             if split is not None:
-                yield f"task.mix.{index}.{name}", split
+                yield f"{key}.{name}", split
     for name, evaluation_set in spec.evaluation.sets.items():
         yield f"evaluation.sets.{name}.data", evaluation_set.data

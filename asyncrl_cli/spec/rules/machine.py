@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import argument_name, rule, warning
+from asyncrl_cli.spec.rules.base import all_tasks, argument_name, members, rule, warning
 from asyncrl_cli.spec.sections import ClusterSpec, EngineRange, ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
 
@@ -210,13 +210,12 @@ def tracking_target(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def finite_values(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Numbers in `model.init.config`, `task.options` and `rollout.engine_args` are finite."""
+    """Numbers in `model.init.config`, a task's `options` and `rollout.engine_args` are finite."""
     free: list[tuple[str, object]] = [
         ("model.init.config", spec.model.init.config if spec.model.init else {}),
-        ("task.options", spec.task.options),
         ("rollout.engine_args", spec.rollout.engine_args),
     ]
-    free += [(f"task.mix.{index}.options", member.options) for index, member in enumerate(spec.task.mix)]
+    free += [(f"{key}.options", task.options) for key, task in (all_tasks(spec) | members(spec)).items()]
     for path, value in free:
         for value_path in _not_finite(path, value):
             yield Problem(value_path, "must be a finite number", "the spec is recorded as JSON, which has no others")
