@@ -202,6 +202,11 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "evaluation.sets.a.every",
             "3 is not a multiple of pipeline.publish_every 4",
         ),
+        (
+            ["algorithm={preset: ppo, critic: {warmup_steps: 8}}", "stop.steps=8"],
+            "algorithm.critic.warmup_steps",
+            "the policy is never trained in 8",
+        ),
         ([*NO_EVAL, "evaluation.every=5"], "evaluation.every", "no held-out prompts"),
         ([*NO_EVAL, "evaluation.prompts=8"], "evaluation.prompts", "no held-out prompts"),
         ([*NO_EVAL, "evaluation.samples=4"], "evaluation.samples", "no held-out prompts"),

@@ -54,6 +54,15 @@ def end(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def critic_warmup(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`algorithm.critic.warmup_steps` is less than `stop.steps`."""
+    warmup_steps, steps = spec.algorithm.critic.warmup_steps, spec.stop.total
+    if spec.algorithm.needs_critic and warmup_steps >= steps > 0:
+        message = f"{warmup_steps} steps train only the critic, so the policy is never trained in {steps}"
+        yield Problem("algorithm.critic.warmup_steps", message, "lower it, or raise stop.steps")
+
+
+@rule
 def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
     """An engine can run all rollouts of a group at the same time."""
     group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
