@@ -33,6 +33,7 @@ from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_undamaged
 from asyncrl_cli.runs.directory import ADAPTER, WARM_START, RunDirectory
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.spec.inputs import WarmStart as WarmStartSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 from asyncrl_cli.train import schedule
@@ -124,10 +125,10 @@ class WarmStart:
             losses = await _held_out_loss(ranks, held_out, warm_start.batch_size)
             self.note({"version": 0, "time": time.time(), **losses, "step": -updates})
         reported_s = start_s = time.monotonic()
-        order = islice(_shuffled(rows, self.spec.seed), first_update * warm_start.batch_size, None)
-        for update in range(first_update, updates):
+        batches = batches_of(rows, warm_start, self.spec.seed)
+        for update, batch in enumerate(islice(batches, first_update, updates), start=first_update):
             rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
-            report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
+            report = await ranks.supervised_step(SupervisedBatch(batch, rate))
             tokens += report.trained_tokens
             is_due = update + 1 == updates or (
                 warm_start.evaluate_every and (update + 1) % warm_start.evaluate_every == 0
@@ -180,10 +181,16 @@ def _row(report: StepReport) -> dict[str, float]:
     return {"version": 0, "time": time.time(), **report.metrics, "warm_start/tokens_per_s": speed}
 
 
-def _shuffled(rows: Sequence[SupervisedRow], seed: int) -> Iterator[SupervisedRow]:
-    """Yield all rows again and again, in another order each time."""
+def batches_of(
+    rows: Sequence[SupervisedRow], warm_start: WarmStartSpec, seed: int
+) -> Iterator[tuple[SupervisedRow, ...]]:
+    """Yield the rows of each update: all rows in each pass, in another order each time. After `epochs` passes the last
+    update has the remaining rows."""
     generator = random.Random(f"warm_start/{seed}")
-    return chain.from_iterable(generator.sample(rows, len(rows)) for _ in count())
+    passes = count() if warm_start.epochs is None else range(warm_start.epochs)
+    order = chain.from_iterable(generator.sample(rows, len(rows)) for _ in passes)
+    while batch := tuple(islice(order, warm_start.batch_size)):
+        yield batch
 
 
 def _spec_of_ranks(spec: ExperimentSpec) -> ExperimentSpec:

@@ -117,7 +117,7 @@ class WarmStart(Section):
     steps: Count | None = None
     """Optimizer updates. If `epochs` is set, too, the warm start ends at whichever comes first."""
     epochs: Count | None = None
-    """Passes over the rows, each in another order."""
+    """Passes over the rows, each in another order. The last update may have fewer rows than `batch_size`."""
     batch_size: Count = 32
     """Rows per update."""
     held_out_rows: NonNegative = 0
