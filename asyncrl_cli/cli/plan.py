@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,26 +124,29 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.spec.load import dump_spec, load_spec
 
-    spec = load_spec(path, overrides).spec
-    pipeline, trainer = spec.pipeline, spec.trainer
-    ranks = lcm(trainer.sequence_parallel, trainer.expert_parallel)
-    steps = 3 * (pipeline.max_staleness + 2) * pipeline.publish_every + CALIBRATION_STEPS
-    loaded_spec = load_spec(
-        path,
-        [
-            *overrides,
-            "rollout.engines=1",
-            f"trainer.ranks={ranks}",
-            f"pipeline.groups_per_step={max(2, pipeline.groups_per_step * ranks // trainer.ranks)}",
-            f"stop.steps={steps}",
-            "stop.epochs=null",
-            "evaluation.every=0",
-            "checkpoints.every=0",
-        ],
-    )
+    loaded_spec = load_spec(path, [*overrides, *calibration_overrides(load_spec(path, overrides).spec)])
+    steps = loaded_spec.spec.stop.total
     with start_checks(loaded_spec.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
     run = RunDirectory.create(loaded_spec.spec.runs_dir, f"{loaded_spec.spec.name}-calibration")
     run.begin(dump_spec(experiment.spec, loaded_spec.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run
+
+
+def calibration_overrides(spec: ExperimentSpec) -> list[str]:
+    """Return the changes to a spec for its calibration run, which ends at a version and has equal minibatches."""
+    pipeline, trainer = spec.pipeline, spec.trainer
+    ranks = lcm(trainer.sequence_parallel, trainer.expert_parallel)
+    groups = max(2, pipeline.groups_per_step * ranks // trainer.ranks)
+    versions = 3 * (pipeline.max_staleness + 2) + ceil(CALIBRATION_STEPS / pipeline.publish_every)
+    return [
+        "rollout.engines=1",
+        f"trainer.ranks={ranks}",
+        f"pipeline.groups_per_step={ceil(groups / trainer.minibatches) * trainer.minibatches}",
+        f"stop.steps={versions * pipeline.publish_every}",
+        "stop.epochs=null",
+        "evaluation.every=0",
+        "checkpoints.every=0",
+        "algorithm.critic.warmup_steps=0",
+    ]
