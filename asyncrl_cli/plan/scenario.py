@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.lengths import truncated
 from asyncrl_cli.plan.simulator import Scenario
 from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.spec.changes import flat_settings
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import tensor_parallel
+
+COMPARED = ("trainer.", "algorithm.", "task.", "rollout.")
+"""Sections on which the measured times and lengths may depend."""
+SIMULATED = ("trainer.ranks", "rollout.engines", "rollout.max_running_rollouts", "rollout.max_response_tokens")
+"""Keys of these sections that the scenario takes into account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +68,12 @@ def planned_scenario(
             f"the trainer is assumed to be {1 / share:.3g} times as fast with {counted(spec.trainer.ranks, 'rank')} as "
             f"with the measured {measured_spec.trainer.ranks}"
         )
-    for key in ("tokens_per_microbatch", "gradient_checkpointing"):
-        planned_value, measured_value = getattr(spec.trainer, key), getattr(measured_spec.trainer, key)
-        if planned_value != measured_value:
-            text = f"trainer.{key} {planned_value} as with the measured {measured_value}"
-            guesses.append(f"the trainer is assumed to be as fast with {text}")
+    planned, measured = flat_settings(spec), flat_settings(measured_spec)
+    for key in sorted(planned.keys() | measured.keys()):
+        planned_value, measured_value = planned.get(key), measured.get(key)
+        if planned_value != measured_value and key.startswith(COMPARED) and not key.startswith(SIMULATED):
+            values = hide(f"{key} {planned_value} as with the measured {measured_value}")
+            guesses.append(f"rollouts and steps are assumed to take as long with {values}")
     if spec.rollout.min_engines != measured_spec.rollout.min_engines and shares_host(spec):
         guesses.append("engines are assumed not to slow each other down, although they are on CPUs")
     max_tokens, measured_max_tokens = spec.rollout.max_response_tokens, measured_spec.rollout.max_response_tokens

@@ -52,7 +52,7 @@ def check_changes(
 
     A value with an entry in ``references`` (``LoadedSpec.references``) is written as its reference.
     """
-    recorded, resumed = _flat(recorded_spec), _flat(resumed_spec)
+    recorded, resumed = flat_settings(recorded_spec), flat_settings(resumed_spec)
     changed = sorted(
         key for key in recorded.keys() | resumed.keys() if recorded.get(key) != resumed.get(key) and key != "runs_dir"
     )
@@ -108,6 +108,7 @@ def _problem(key: str) -> Problem | None:
     return None
 
 
-def _flat(spec: ExperimentSpec) -> dict[str, Any]:
+def flat_settings(spec: ExperimentSpec) -> dict[str, Any]:
+    """Return the values of a spec by dotted key."""
     settings = flatten(spec.model_dump(mode="json"), index_lists=True)
     return {key: value for key, value in settings.items() if value != {}}

@@ -228,10 +228,13 @@ def test_plan_from_a_run(run_folder: Path, asyncrl: Any) -> None:
     assert code == 0, out
     assert "its own steps" in out and "max_staleness 3" in out and "limit  " in out
     assert "as with the measured" not in out
-    _, out, _ = asyncrl(
-        "plan", "spec.yaml", "--calibrate-from", "latest", "--set", "trainer.tokens_per_microbatch=auto"
-    )
-    assert "as fast with trainer.tokens_per_microbatch auto as with the measured 8192" in " ".join(out.split())
+    changes = ("trainer.tokens_per_microbatch=auto", "trainer.epochs=4", "algorithm.kl_coef=0.1", "task.use=math")
+    overrides = [word for change in changes for word in ("--set", change)]
+    _, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--set", "data.eval=null", *overrides)
+    text = " ".join(out.split())
+    for guess in ("tokens_per_microbatch auto as with the measured 8192", "trainer.epochs 4 as with the measured 1"):
+        assert guess in text
+    assert "algorithm.kl_coef 0.1 as" in text and "task.use math as with the measured chain_sum" in text
     code, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--json")
     document = json.loads(out)
     assert code == 0
