@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checks import model, prompts, services
-from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
+from asyncrl_cli.checks.finding import Check, Finding, Result, Status, Warned, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate, resolve_microbatch, resolve_rollouts
@@ -42,7 +42,7 @@ from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.microbatch import is_auto
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.inputs import SandboxSpec, WarmStart
+from asyncrl_cli.spec.inputs import EpisodeSpec, SandboxSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
 from asyncrl_cli.tasks.episode_sandbox import check_images
@@ -137,6 +137,8 @@ class StartChecks:
         if experiment is not None and (rows := _rows_with_images(experiment)):
             yield Check("sandbox images", lambda: joined(*(check_images(*arguments) for arguments in rows)))
         yield Check("gateway", lambda: services.check_gateway(spec, episodic))
+        if experiment is not None:
+            yield Check("kind of rollouts", partial(self._rollouts, experiment.episodic))
         yield Check("model files", lambda: model.check_saved_model(spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
         yield Check("chat template", lambda: self._chat_template(episodic), ("tokenizer",))
@@ -204,6 +206,26 @@ class StartChecks:
         template = "no chat template" if self._tokenizer.chat_template is None else "a chat template"
         return f"{len(self._tokenizer):,} tokens, {template}"
 
+    def _rollouts(self, episodic: frozenset[str]) -> Result:
+        """Refuse settings that the run's rollouts do not read. ``episodic``: as in ``Experiment``."""
+        spec = self._spec
+        has_prompts = len(episodic) <= len(spec.evaluation.sets) or spec.model.warm_start is not None
+        for key, is_unused, reason in (
+            ("rollout.history", not episodic and spec.rollout.history == "template", "no task calls the model twice"),
+            ("task.episode", "" not in episodic and spec.task.episode != EpisodeSpec(), "rollouts are no episodes"),
+            (
+                "data.apply_chat_template",
+                not has_prompts and not spec.data.apply_chat_template,
+                "all rollouts are episodes, for which the task writes the model's input",
+            ),
+        ):
+            if is_unused:
+                raise ConfigError(f"has no effect: {reason}", location=key, hint="remove it")
+        if spec.rollout.reasoning_parser is None or episodic:
+            return "episodes" if episodic else "single responses"
+        text = "rollout.reasoning_parser: only `asyncrl serve` uses it, because rollouts are no episodes"
+        return Warned(text, "let the reward skip the reasoning; it reads the entire response")
+
     def _chat_template(self, episodic: bool) -> Result:
         spec, tokenizer = self._spec, self._tokenizer
         template = ChatTemplate.from_spec(spec, tokenizer)
@@ -218,9 +240,6 @@ class StartChecks:
         ends = end_tokens(self._model_dir, tokenizer)
         turns: Result = ""
         if spec.rollout.history == "template":
-            if not episodic:
-                hint = "remove it: no task of this run calls the model more than once"
-                raise ConfigError("earlier turns do not exist", location="rollout.history", hint=hint)
             turns = "earlier turns: rendered again by the template in each call"
         elif episodic:
             turns = joined(prompts.check_turns(template, tokenizer, ends), "earlier turns: as sampled")

@@ -74,6 +74,13 @@ WRONG = [
     ),
     ("task={use: command, options: {command: [agent]}}", "task.options.command", "ASYNCRL_FOLDER"),
     ("task={use: command, options: {command: ' '}}", "task.options.command", "ASYNCRL_FOLDER"),
+    ("task.episode={max_calls: 3}", "task.episode", "remove it"),
+    ("rollout.history=template", "rollout.history", "remove it"),
+    (
+        "task.use=own:agent & data={train: {path: chat.jsonl}, apply_chat_template: false}",
+        "data.apply_chat_template",
+        "remove it",
+    ),
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
     ("data.train={path: refused.jsonl}", "refused.jsonl:1", ""),
@@ -133,7 +140,8 @@ FILES = {
     "no-weights/config.json": json.dumps({"model_type": "qwen3"}),
     "exits.py": '"""A script."""\nimport sys\nsys.exit(3)\n',
     "raises.py": "raise RuntimeError('no licence')\n",
-    "own.py": "def two_arguments(rewards, more): return rewards\ndef wrong_shape(rewards): return rewards[:, :1]\n",
+    "own.py": "def two_arguments(rewards, more): return rewards\ndef wrong_shape(rewards): return rewards[:, :1]\n"
+    "async def agent(prompt, model): ...\n",
     "no-prompt.jsonl": '{"question": "1+1="}\n',
     "refused.jsonl": '{"prompt": [{"role": "user", "content": "?", "tool_calls": [{}]}]}\n',
 }
