@@ -202,6 +202,7 @@ class Episodes:
                     return await self._judged(prompt, end, played)
         finally:
             self._open -= 1
+            self.client.room.set()  # a resting episode has kept its slot
             self.on_progress()
 
     def conclude(self, rollout_id: str, recorded: bool) -> None:

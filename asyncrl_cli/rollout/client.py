@@ -278,6 +278,7 @@ class GenerationClient:
             if self._detach(entry, RequestEnding.CANCELLED):
                 engine.to_cancel.add(rollout_id)
             self._dispatch_soon()
+        self.room.set()
 
     def _dispatch_soon(self) -> None:
         """Schedule ``_dispatch``: requests of one turn of the event loop are sent together (decision 0006)."""

@@ -79,6 +79,7 @@ class Harness:
 
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
         self.agents = list(agents)
+        self.room = asyncio.Event()
         self.model = Model()
         self.played: list[tuple[str, bool]] = []
         self.judged: list[Response] = []

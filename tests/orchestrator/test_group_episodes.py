@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from stand_ins import segment
+import pytest
+from stand_ins import rollout, segment, spec
 from test_rollout_scheduler import Harness, source
 
+from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
+from asyncrl_cli.orchestrator import episodes as played_episodes
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
-from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
+from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.workers.messages import Played
 
 
 class Episodes:
@@ -99,6 +105,61 @@ async def test_resting_episodes_keep_their_slots(tmp_path: Path) -> None:
         for place in range(2):
             await end(harness, episodes, f"0-{place}", Scored(1.0))
         assert sorted(episodes.open) == ["1-0", "1-1", "2-0", "2-1"]
+
+
+class Agents:
+    """The gateway and the workers of episodes that call the model once, and end with the result in ``results``."""
+
+    continues_programs = False
+
+    def __init__(self) -> None:
+        self.results: defaultdict[str, asyncio.Future[Played]] = defaultdict(asyncio.Future)
+
+    @asynccontextmanager
+    async def slot(self, isolated: bool) -> AsyncIterator[Any]:
+        yield self
+
+    @asynccontextmanager
+    async def session(self, opening: SessionOpening, on_segments: Any, generate: Any) -> AsyncIterator[Any]:
+        async def finish() -> SessionEnd:
+            return SessionEnd(0, episode(opening.rollout_id), "text", "", ((0, 4),))
+
+        request = RolloutRequest(f"{opening.rollout_id}/0", (1, 2), opening.sampling)
+        call = asyncio.create_task(generate(request, None))
+        yield SimpleNamespace(access=asyncio.shield(call), end=asyncio.Future(), finish=finish)
+        call.cancel()
+
+    async def play(self, name: str, prompt: Prompt, call: Any, isolated: bool) -> Played:
+        await call
+        return await self.results[name]
+
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ending", ["evaluation", "rejection"])
+async def test_last_episodes_to_end_free_their_slots_for_a_group(tmp_path: Path, ending: str) -> None:
+    agents: Any = Agents()
+    small = spec()
+    episodes = played_episodes.Episodes(
+        small, small.task, client=agents, gateway=agents, workers=agents, scoring=agents
+    )
+    rollouts = {"group_size": 2, "max_running_rollouts": 2, "retries": 0}
+    async with source(tmp_path, episodes=episodes, rollout=rollouts) as harness:
+        if ending == "rejection":  # while the other episode's call runs
+            agents.results["0-0"].set_result(Played(RewardFailure("it never returned")))
+            await harness.end(rollout("0-0/0"))
+        else:
+            evaluated = asyncio.create_task(episodes.play("eval:0:greedy:0", Prompt("e", ""), Sampling(0.0, 8)))
+            for place in range(2):
+                agents.results[f"0-{place}"].set_result(Played(Scored(float(place))))
+                await harness.end(rollout(f"0-{place}/0"))
+            await harness.end(rollout("eval:0:greedy:0/0"))
+            assert harness.ids[3:] == [], "the evaluation's episode has a slot until it is judged"
+            agents.results["eval:0:greedy:0"].set_result(Played(Scored(1.0)))
+            await harness.settled()
+            await evaluated
+        assert {"1-0/0", "1-1/0"} <= set(harness.ids)
 
 
 async def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class Harness:
         self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), encoder)
         self.spawned: list[asyncio.Task[None]] = []
         self.episodes = episodes
+        if episodes is not None:
+            episodes.client = self.client
         self.warned: list[str] = []
         if self.spec.data.filter is not None:
             self.stream.filter = PromptFilter(1, 0.0, 0)
