@@ -145,7 +145,7 @@ class Orchestrator:
         self._written_version = self.opening.version  # the newest version that was written
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
         self._in_flight: tuple[TakenBatch, asyncio.Task[StepReport]] | None = None
-        self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
+        self._saving: asyncio.Task[bool] | None = None  # the newest checkpoint
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # True while an evaluation needs one version, so publishes wait for it
 
@@ -200,26 +200,29 @@ class Orchestrator:
         if self._saving is not None and not self._saving.done():
             self.reporter.status("waiting until the previous checkpoint is written")
         await self._saved()  # the hosts have memory for one copy
-        self.reporter.status("saving a checkpoint")
         # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0009).
         state = {"step": step, **await self.buffer.fallback(step)}
 
-        await self._until_saved(step, self._trainer.at_step(step, lambda: self._checkpoints.copy(step)))
-        stall_s = time.monotonic() - started
-        self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
-        # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
-        self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
-        if in_background:
-            self._spawn(self._saved())  # an error ends the run immediately
-        else:
-            await self._saved()
+        while True:
+            self.reporter.status("saving a checkpoint")
+            await self._until_saved(step, self._trainer.at_step(step, lambda: self._checkpoints.copy(step)))
+            stall_s = time.monotonic() - started
+            self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
+            # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
+            self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
+            if in_background:
+                self._spawn(self._saved())  # an error ends the run immediately
+                return
+            if await self._saved():
+                return
 
-    async def _complete(self, step: int, state: Mapping[str, Any], started: float, stall_s: float) -> None:
+    async def _complete(self, step: int, state: Mapping[str, Any], started: float, stall_s: float) -> bool:
+        """Write the copied checkpoint; returns False if a rank died first."""
         try:
             saved = await self._until_saved(step, self._checkpoints.write(step, state))
         except TrainerLost as lost:  # the ranks restart from an older checkpoint
             self.reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
-            return
+            return False
         # A recovery reads checkpoints and batches that the deletions below would remove.
         async with self._trainer.recovering:
             removed = await asyncio.to_thread(
@@ -233,15 +236,16 @@ class Orchestrator:
             self._uploads.begin()  # after ``checkpointed``: the upload's result completes this row
             if self.spec.journal.keep != "all":
                 await self.buffer.prune(self.spec.journal.keep)
+        return True
 
     async def _until_saved(self, step: int, saving: Awaitable[T]) -> T:
         purpose = f"the checkpoint of step {step}"
         return await self.watchdog.until(saving, who=DRIVER, purpose=purpose, extra_s=self.ranks.saving_s)
 
-    async def _saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises the last one's error if it failed."""
-        if self._saving is not None:
-            await asyncio.shield(self._saving)
+    async def _saved(self) -> bool:
+        """Wait until no checkpoint is being written; returns False if a rank died while the last one was written.
+        Raises the last one's error if it failed."""
+        return self._saving is None or await asyncio.shield(self._saving)
 
     async def _loop(self) -> None:
         steps, partial = self.spec.stop.total, self.spec.pipeline.partial_rollouts

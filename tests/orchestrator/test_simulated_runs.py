@@ -296,18 +296,26 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_on
 
 
 class LostWrite(Fate):
-    """The trainer dies while it writes the checkpoint of step 2, after it has trained the next step."""
+    """The trainer dies while it writes a checkpoint, with ``trains`` after it has trained the next step."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__(Random(3), 0)
+        self._trains = trains
 
     def strikes(self, victim: str, chance: float) -> bool:
-        struck = victim == "writer" and not self.met and self.saved_meanwhile
+        struck = victim == "writer" and not self.met and self.saved_meanwhile >= self._trains
         self.met += [victim] * struck
         return struck or super().strikes(victim, chance)
 
 
-def test_a_trainer_that_dies_while_it_writes_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
-    fate = LostWrite(Random(3), 0)
-    finished = simulated(tmp_path, small_spec(checkpoints={"every": 1, "keep_last": 1}, journal={"keep": 1}), fate)
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_trainer_that_dies_while_it_writes_restarts_and_the_last_checkpoint_is_written(
+    tmp_path: Path, every: int
+) -> None:
+    fate = LostWrite(trains=every > 0)
+    finished = simulated(tmp_path, small_spec(checkpoints={"every": every, "keep_last": 1}, journal={"keep": 1}), fate)
     assert fate.met == ["writer"]
+    assert [checkpoint.step for checkpoint in complete_checkpoints(finished.path / "checkpoints")] == [STEPS]
     (warned,) = [text for text in finished.simulation.view.shown if "is lost" in text]
     assert "died while it was written" in warned
 
