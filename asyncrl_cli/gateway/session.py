@@ -580,7 +580,9 @@ class Session:
 
     def _seeded(self, sampling: Sampling, options: CallOptions, *, choice: int, index: int) -> Sampling:
         if not self.fixed_sampling and options.seed is not None:
-            return replace(sampling, seed=options.seed + choice)
+            # Derived seeds are never -1, which vLLM takes for no seed, or larger than 64 bits.
+            is_derived = choice > 0 or options.seed == -1
+            return replace(sampling, seed=derive_seed(options.seed, "choice", choice) if is_derived else options.seed)
         seed = self._sampling.seed
         return replace(sampling, seed=None if seed is None else derive_seed(seed, "call", index))
 

@@ -94,11 +94,21 @@ async def test_the_fields_of_a_request() -> None:
     assert first.sampling == Sampling(0.7, 7, first.sampling.seed, ("##", "!"))
     assert second.sampling == Sampling(0.7, 50, second.sampling.seed, ("##",))
     assert first.sampling.seed != second.sampling.seed, "each call has its own seed"
-    assert [(r.sampling.temperature, r.sampling.seed) for r in (third, fourth)] == [(0.1, 9), (0.1, 10)]
+    assert (third.sampling.temperature, third.sampling.seed) == (fourth.sampling.temperature, 9) == (0.1, 9)
 
     again = Model("a")
     await ask_chat(new_session(again), HELLO, None, CallOptions())
     assert again.requests[0].sampling.seed == first.sampling.seed, "derived from the session's seed and its number"
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -2, -1, 9])
+async def test_seeds_of_all_choices_differ_and_are_valid_for_vllm(seed: int) -> None:
+    model = Model("a", "b", "c")
+    await ask_chat(new_session(model, fixed=False), HELLO, None, CallOptions(seed=seed, n=3))
+    seeds = {request.sampling.seed for request in model.requests}
+    assert len(seeds) == 3 and None not in seeds and -1 not in seeds
+    np.array(list(seeds), np.int64)  # as vLLM stores them
+    assert seed == -1 or model.requests[0].sampling.seed == seed
 
 
 async def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
