@@ -116,7 +116,7 @@ class EpisodeWorkers:
             finally:
                 worker.episodes -= 1
 
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str) -> None:
         """Nobody waits for the record."""
 
     async def stop(self) -> None:
@@ -205,9 +205,9 @@ class Episodes:
             self.client.room.set()  # a resting episode has kept its slot
             self.on_progress()
 
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
-        """A training rollout has ended. ``recorded``: the journal has its score or failure."""
-        self.workers.conclude(rollout_id, recorded)
+    def conclude(self, rollout_id: str) -> None:
+        """A training rollout has ended. The journal has its score or failure, unless its group ended without it."""
+        self.workers.conclude(rollout_id)
 
     async def _attempt(
         self, opening: SessionOpening, on_segments: OnSegments, prompt: Prompt, isolated: bool

@@ -73,8 +73,8 @@ class OutsideSession:
     access: ModelAccess | None = None
     handed_out: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     result: asyncio.Future[Scored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    recorded: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """True once the journal has the result; False if the group has ended without it."""
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done once the journal has the result, or the group has ended without it."""
     deadline: float = 0.0  # unix time; 0: the episode has not begun
 
 
@@ -159,10 +159,10 @@ class OutsideSessions:
         finally:
             self._opening += 1
 
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
-        """A rollout has ended. ``recorded``: the journal has its result."""
+    def conclude(self, rollout_id: str) -> None:
+        """A rollout has ended. The journal has its result, unless its group ended without it."""
         if (session := self._sessions.pop(rollout_id, None)) is not None:
-            session.recorded.set_result(recorded)
+            session.ended.set_result(None)
         if rollout_id in self._offers:
             self._offers.remove(rollout_id)
 
@@ -303,16 +303,15 @@ class OutsideSessions:
             raise _second_reward(name)
         if gives_up:
             return {"session": name, "status": "given up"}
-        if not await asyncio.shield(session.recorded):
-            return await self._ended_with(name, score)
-        return {"session": name, "status": "recorded"}
+        await asyncio.shield(session.ended)
+        return await self._ended_with(name, score)
 
     async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:
         """The answer about a session that has ended, perhaps under an earlier driver."""
         outcome = await self.buffer.outcome(name)
         if outcome is None:
             raise Refusal(404, "session_not_found", f"there is no session {name}")
-        if outcome.score == score:  # a repeated request: its first answer was lost
+        if outcome.score == score:
             return {"session": name, "status": "recorded"}
         if outcome.score is not None and outcome.score != MASKED:
             raise _second_reward(name)

@@ -197,10 +197,9 @@ class RolloutScheduler:
         """Play an episode. Its tokens are recorded as they arrive, and once more in full with its outcome."""
         task = asyncio.current_task()
         if group.group_id not in self._open or task is None:  # abandoned before it began
-            episodes.conclude(request.rollout_id, False)
+            episodes.conclude(request.rollout_id)
             return
         self._episode_tasks[request.rollout_id] = task
-        is_recorded = False
         try:
             try:
                 rollout, score = await episodes.play(
@@ -211,9 +210,8 @@ class RolloutScheduler:
             if group.group_id in self._open:
                 finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
                 await self._conclude(finished, [Outcome(request.rollout_id, score)])
-                is_recorded = isinstance(score, Scored)
         finally:
-            episodes.conclude(request.rollout_id, is_recorded)
+            episodes.conclude(request.rollout_id)
 
     def _record_segments(self, segments: list[Segment]) -> None:
         self.spawn(self.buffer.record(segments=segments))

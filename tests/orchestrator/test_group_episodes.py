@@ -16,7 +16,9 @@ from stand_ins import rollout, segment, spec
 from test_rollout_scheduler import Harness, source
 
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
+from asyncrl_cli.gateway.sessions import Action, ClientRequest
 from asyncrl_cli.orchestrator import episodes as played_episodes
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
@@ -32,10 +34,9 @@ class Episodes:
         self.open: dict[str, asyncio.Future[Any]] = {}
         self.record: dict[str, Callable[[list[Segment]], None]] = {}
         self.cancelled: list[str] = []
-        self.ended_rollouts: dict[str, bool] = {}
 
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
-        self.ended_rollouts[rollout_id] = recorded
+    def conclude(self, rollout_id: str) -> None:
+        pass
 
     @property
     def resting(self) -> int:
@@ -114,6 +115,7 @@ class Agents:
 
     def __init__(self) -> None:
         self.results: defaultdict[str, asyncio.Future[Played]] = defaultdict(asyncio.Future)
+        self.silent: set[str] = set()  # episodes that call no model
 
     @asynccontextmanager
     async def slot(self, isolated: bool) -> AsyncIterator[Any]:
@@ -122,18 +124,23 @@ class Agents:
     @asynccontextmanager
     async def session(self, opening: SessionOpening, on_segments: Any, generate: Any) -> AsyncIterator[Any]:
         async def finish() -> SessionEnd:
+            if opening.rollout_id in self.silent:
+                return SessionEnd(0)
             return SessionEnd(0, episode(opening.rollout_id), "text", "", ((0, 4),))
 
         request = RolloutRequest(f"{opening.rollout_id}/0", (1, 2), opening.sampling)
         call = asyncio.create_task(generate(request, None))
-        yield SimpleNamespace(access=asyncio.shield(call), end=asyncio.Future(), finish=finish)
-        call.cancel()
+        access = SimpleNamespace(base_url="", api_key="", model="", call=call)
+        try:
+            yield SimpleNamespace(access=access, end=asyncio.Future(), finish=finish)
+        finally:
+            call.cancel()
 
-    async def play(self, name: str, prompt: Prompt, call: Any, isolated: bool) -> Played:
-        await call
+    async def play(self, name: str, prompt: Prompt, access: Any, isolated: bool) -> Played:
+        await asyncio.shield(access.call)
         return await self.results[name]
 
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str) -> None:
         pass
 
 
@@ -160,6 +167,35 @@ async def test_last_episodes_to_end_free_their_slots_for_a_group(tmp_path: Path,
             await harness.settled()
             await evaluated
         assert {"1-0/0", "1-1/0"} <= set(harness.ids)
+
+
+async def test_a_reward_is_refused_if_the_journal_lacks_it_because_its_group_was_just_rejected(tmp_path: Path) -> None:
+    agents: Any = Agents()
+    external = spec(rollout={"group_size": 2}, data={"train": {"path": __file__}})
+    sessions = OutsideSessions(external, agents)
+    episodes = played_episodes.Episodes(
+        external, external.task, client=agents, gateway=agents, workers=sessions, scoring=agents
+    )
+    async with source(tmp_path, episodes=episodes) as harness:
+        sessions.buffer = harness.buffer
+        first, second = [str((await sessions.answer(ClientRequest(Action.OPEN))).body["session"]) for _ in range(2)]
+        record, release = harness.buffer.record, asyncio.Event()
+
+        async def record_slowly(*records: Any, **outcomes: Any) -> Any:
+            settled = await record(*records, **outcomes)
+            await release.wait()
+            return settled
+
+        harness.buffer.record = record_slowly  # type: ignore[method-assign]
+        agents.silent.add(first)
+        await sessions.answer(ClientRequest(Action.GIVE_UP, first))
+        await harness.settled()
+        rewarding = asyncio.create_task(sessions.answer(ClientRequest(Action.REWARD, second, reward=1.0)))
+        await harness.settled()
+        release.set()
+        answer = await rewarding
+        assert (answer.status, answer.code) == (410, "session_ended")
+        assert harness.states()[0] == "rejected"
 
 
 async def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Run:
         await self.commits.wait()
         score = played.score if isinstance(played.score, Scored) else None
         self.journal[name] = RolloutOutcome("running" if score else "rejected", "", score)
-        self.sessions.conclude(name, True)
+        self.sessions.conclude(name)
         return played
 
     async def open(self, **request: Any) -> ClientAnswer:
@@ -154,7 +154,7 @@ async def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> N
     await run.sessions._sessions[name].result
     run.played[name].cancel()
     run.journal[name] = RolloutOutcome("requeued", "", None)
-    run.sessions.conclude(name, False)
+    run.sessions.conclude(name)
     answer = await rewarding
     assert (answer.status, answer.code) == (410, "session_ended")
     assert "on_stale" in answer.body["message"]
