@@ -35,8 +35,9 @@ class ActivityClock:
     """Adds up an engine's activity between two reports.
 
     Silence is the time since the last sign of life: a new token, the first rollout after idleness, or the end of an
-    update. Tokens are counted when a report is read, so a reported silence is too short by up to the time between two
-    reports (and too long by as much when rollouts are cancelled in it).
+    update. Rollouts that wait for a weight version are not silent. Tokens and waiting rollouts are counted when a report
+    is read, so a reported silence is too short by up to the time between two reports (and too long by as much when
+    rollouts are cancelled or begin to generate in it).
 
     Wall time starts with the first rollout: an engine that is still starting is not idle.
     """
@@ -74,14 +75,14 @@ class ActivityClock:
         if self._busy:  # an idle engine loses no time
             self._paused_s += min(stall_s, self._alive_at - self._busy_from)
 
-    def take_activity(self, sampled: int) -> EngineActivity:
-        """Report, and start over.
+    def take_activity(self, sampled: int, generating: bool = True) -> EngineActivity:
+        """Report, and start over. ``generating``: False if all rollouts wait.
 
         ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is not a sign of life.
         """
         self.set_busy(self._busy)
         time_s = self._clock()
-        if sampled > self._sampled:
+        if sampled > self._sampled or not generating:
             self._alive_at = time_s
         self._sampled = sampled
         silent_s = time_s - self._alive_at if self._busy and not self._updating else 0.0

@@ -126,6 +126,12 @@ class Engine:
             return finished(request, segments=[], reason="length", decode=self._decode)
         aborts = self._aborts
         processed = await self._images.processed(request.images)
+        # During a publish, the engine that sampled the prefix or the earlier turns may be one version ahead. Wait for
+        # that version: within a rollout, versions must never fall (decision 0010). Wait before taking a slot, which a
+        # request for this engine's version can use.
+        min_version = max(request.min_version, request.prefix[-1].version if request.prefix else 0)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._aborts > aborts or self._version >= min_version)
         async with self._slots:
             while True:
                 output = await self._final_output(request, prefix_ids, processed, aborts)
@@ -164,6 +170,11 @@ class Engine:
         The final rollout has the same tokens, bit for bit.
         """
         return running_segments(self._vllm, since)
+
+    @property
+    def generating(self) -> bool:
+        """True if vLLM has requests. Others wait for a slot or for a weight version."""
+        return self._occupancy.requests > 0
 
     def sampled_tokens(self) -> int:
         """Number of tokens generated so far for rollouts that were not cancelled."""
@@ -362,13 +373,8 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # During a publish, the engine that sampled the prefix or the earlier turns may be one version ahead. Wait for
-        # that version: within a rollout, versions must never fall (decision 0010).
-        min_version = max(request.min_version, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._aborts > aborts or (not self._loading and self._version >= min_version)
-            )
+            await self._changed.wait_for(lambda: self._aborts > aborts or not self._loading)
         if self._aborts > aborts:
             raise Aborted([])
         sampling = request.sampling

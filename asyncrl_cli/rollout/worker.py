@@ -164,7 +164,7 @@ class RolloutWorker:
         elif not (delivery.rollouts or segments):
             raise await self._engine.death()
         activity = replace(
-            self._clock.take_activity(self._engine.sampled_tokens()),
+            self._clock.take_activity(self._engine.sampled_tokens(), self._engine.generating),
             sequence_s=self._engine.sequence_s(),
         )
         return replace(

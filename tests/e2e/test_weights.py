@@ -266,7 +266,7 @@ def test_a_request_without_a_token_at_the_pause_begins_under_the_new_version(
 
 
 def test_a_probe_does_not_wait_for_a_rollout_of_a_full_engine(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
-    slots = bench.engine._slots._free
+    slots = bench.engine._slots._value
 
     async def probe() -> set[asyncio.Task[Any]]:
         await bench.publish(55, "keep", endless=True)

@@ -28,10 +28,10 @@ def test_silence_lasts_from_the_last_new_token(time: Time, clock: ActivityClock)
     time.now += 50
     clock.set_busy(True)
     silences = []
-    for sampled in (0, 0, 7, 7, 7, 8):
+    for sampled, generating in ((0, True), (0, True), (7, True), (7, True), (7, False), (7, True), (8, True)):
         time.now += 5
-        silences.append(clock.take_activity(sampled).silent_s)
-    assert silences == [5, 10, 0, 5, 10, 0]
+        silences.append(clock.take_activity(sampled, generating).silent_s)
+    assert silences == [5, 10, 0, 5, 0, 5, 0], "rollouts that wait for a version are not silent"
 
 
 def test_an_idle_engine_is_not_silent_and_new_work_starts_over(time: Time, clock: ActivityClock) -> None:

@@ -224,14 +224,17 @@ def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, loops: a
     loops.run(generate())
 
 
-def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, loops: asyncio.Runner) -> None:
+def test_a_prefix_of_a_newer_version_waits_for_that_version_without_a_slot(bench: Bench, loops: asyncio.Runner) -> None:
     async def generate() -> Rollout:
         await bench.publish(13, "keep")
+        bench.engine._slots = asyncio.Semaphore(1)
         prefix = Segment("13-0", 0, 14, np.array([7, 8], np.int32), np.zeros(2, np.float32))
         task = asyncio.create_task(bench.engine.generate(request("13-0", prefix)))
-        await bench.engine.generate(request("13-1"))
-        assert not task.done()
+        async with asyncio.timeout(LIMIT_S):
+            await bench.engine.generate(request("13-1"))
+        assert not task.done() and not bench.engine.generating
         await bench.publish(14, "keep")
+        bench.engine._slots = asyncio.Semaphore(64)
         return await task
 
     assert set(loops.run(generate()).versions.tolist()) == {14}

@@ -40,6 +40,7 @@ class StandInEngine:
         self.cancelled: list[str] = []
         self.stall_s = 0.0
         self.dead = False
+        self.generating = True
         self.version: int | None = None
         self.returned: list[Placement] = []
         self.tokens: dict[str, int] = {}
@@ -135,6 +136,13 @@ async def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) ->
         await asyncio.sleep(0)
     assert not collecting.done(), "without new results it waits"
     collecting.cancel()
+
+
+async def test_rollouts_that_wait_for_a_weight_version_are_not_silent(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "a")
+    for engine.generating in (True, False):
+        await asyncio.sleep(0.01)
+        assert ((await worker.collect(0.0)).activity.silent_s > 0) == engine.generating
 
 
 async def test_the_result_of_a_cancelled_rollout_is_not_that_of_a_later_request_with_its_id(
