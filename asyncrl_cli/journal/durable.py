@@ -269,9 +269,12 @@ class DurableLedger:
         }
 
     def _waiting(self) -> Sequence[Mapping[str, Any]]:
-        # The base's prompts are admitted first, so they have the journal's first serials.
+        # The base's prompts are admitted first and in order. Prompts that are too long are skipped.
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
-        return prompts[self.journal.read(progress.newest_serial) :]
+        for uid in self.journal.read(progress.first_uids, len(prompts)):
+            uids = [prompt["uid"] for prompt in prompts]
+            prompts = prompts[uids.index(uid) + 1 :] if uid in uids else prompts
+        return prompts
 
     def _rejection_of(self, rewarded: Sequence[Scored]) -> str:
         """Why a group with these rewards is rejected; empty if it is not."""

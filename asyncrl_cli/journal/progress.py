@@ -134,6 +134,15 @@ def newest_serial(connection: sqlite3.Connection) -> int:
     return int(row[0]) if row else 0
 
 
+def first_uids(connection: sqlite3.Connection, count: int) -> list[str]:
+    """Return the uids of the first ``count`` admitted prompts, without programs' own prompts."""
+    rows = connection.execute(
+        "SELECT uid FROM groups WHERE serial IS NOT NULL AND uid NOT GLOB ? ORDER BY id LIMIT ?",
+        (f"{OWN_UID_PREFIX}*", count),
+    )
+    return [uid for (uid,) in rows]
+
+
 def loader_position(connection: sqlite3.Connection) -> dict[str, int] | None:
     """Return the data loader's position after the newest admission that moved it; None without one."""
     row = connection.execute(

@@ -35,9 +35,9 @@ class ActivityClock:
     """Adds up an engine's activity between two reports.
 
     Silence is the time since the last sign of life: a new token, the first rollout after idleness, or the end of an
-    update. Rollouts that wait for a weight version are not silent. Tokens and waiting rollouts are counted when a report
-    is read, so a reported silence is too short by up to the time between two reports (and too long by as much when
-    rollouts are cancelled or begin to generate in it).
+    update. Rollouts that wait for a weight version are not silent. Tokens and waiting rollouts are counted when a
+    report is read, so a reported silence is too short by up to the time between two reports (and too long by as much
+    when rollouts are cancelled or begin to generate in it).
 
     Wall time starts with the first rollout: an engine that is still starting is not idle.
     """

@@ -168,6 +168,17 @@ def test_a_run_continues_from_a_checkpoint_without_its_journal(tmp_path: Path) -
     assert [prompt["uid"] for prompt in book.fallback(book.ledger.step)["prompts"]] == ["p3"]
 
 
+@pytest.mark.parametrize(("admitted", "waiting"), [("outside/x", ["p1", "p2"]), ("p2", [])])
+def test_own_and_skipped_prompts_are_not_taken_for_prompts_that_wait(
+    path: Path, admitted: str, waiting: list[str]
+) -> None:
+    """A program's own prompt is admitted before the prompts that wait; ``p1`` is skipped if it is too long."""
+    prompts = [{"uid": uid, "content": uid, "fields": {}} for uid in ("p1", "p2")]
+    book, _ = opened(path, base={"step": 0, "next_group": 0, "loader": None, "prompts": prompts})
+    book.admit([replace(candidates(1, 1)[0], prompt=Prompt(admitted, ""))])
+    assert [prompt.uid for prompt in reopened(book, path)[1].waiting] == waiting
+
+
 def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:
     twice = [{"uid": "p1", "content": "text 1", "fields": {}}] * 2
     base = {"step": 0, "next_group": 0, "loader": {"epoch": 1, "position": 1}, "prompts": twice}
