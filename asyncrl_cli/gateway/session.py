@@ -413,8 +413,14 @@ class Session:
         """
         template_variables = {**self._chat.template_kwargs, **(variables or {})}
         if self._transcript.restorable:
-            for count, message in enumerate(messages):
-                if count and message["role"] == "assistant":
+            with _chat_errors():
+                conversation = await render(partial(Conversation.of, messages, tools or None, template_variables))
+            messages = conversation.messages
+            covering = self._transcript.longest_turn(lambda _, turn: conversation.covered_by(turn.messages))
+            # Each prefix takes a render, so replies that are turns already are left out.
+            uncovered = covering[1].messages.count - 1 if covering and covering[1].messages else 1
+            for count in range(uncovered, len(messages)):
+                if messages[count]["role"] == "assistant":
                     rendered = await self._render_chat(
                         messages[:count], tools, render, variables=variables, images=images
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -62,8 +63,11 @@ async def test_a_program_continues_its_conversation_after_the_gateway_was_lost(t
     assert again.has_reply
     assert (again.calls, again.sampled_tokens) == (whole.calls, whole.sampled_tokens)
     assert ids_of(again.rollout()) == ids_of(whole.rollout()), "kept, whether or not the program calls again"
-    await talk(again, messages, 2)
+    messages = await talk(again, messages, 2)
     assert len(model.requests) == count + 2, "no earlier reply was sampled again"
+    with patch.object(again, "_render_chat", wraps=again._render_chat) as rendered:
+        await talk(again, messages, 1)
+    assert rendered.await_count == 1, "no earlier prompt is rendered again"
     first, second = ids_of(again.rollout())
     assert first == ids_of(whole.rollout())[0], "the other conversation is unchanged"
     earlier = ids_of(whole.rollout())[1]
