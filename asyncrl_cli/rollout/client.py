@@ -6,7 +6,7 @@ tokens is sent again unchanged; a request without a budget left ends here (``con
 
 An engine gets about as many requests as it runs at a time. The others wait here for any engine, the lowest priority
 first. Invariant: an open request waits here or is at exactly one engine. Unless it is cancelled, it ends exactly once:
-as a rollout, or as a failure after its retries.
+as a rollout, or as a failure after its retries, or after ``MOST_LOSSES`` engines that were lost while they ran it.
 
 Engines may join and leave at any time (decision 0039). The ledger enforces the staleness bound, whatever the engines
 do. An engine that is leaving gets no requests: it may have missed a publish, and a group admitted after that publish
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from asyncrl_cli.core.errors import UserError
@@ -36,7 +36,15 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.continuation import finished
-from asyncrl_cli.rollout.open_requests import EndedRequests, EngineHandle, EngineState, OnEnd, OnSegments, OpenRequest
+from asyncrl_cli.rollout.open_requests import (
+    MOST_LOSSES,
+    EndedRequests,
+    EngineHandle,
+    EngineState,
+    OnEnd,
+    OnSegments,
+    OpenRequest,
+)
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
@@ -256,10 +264,20 @@ class GenerationClient:
                 engine.process.kill()
 
     def reclaim(self, engine: EngineState) -> None:
-        """Continue a lost engine's requests on any serving engine, from the tokens reported so far."""
+        """Continue a lost engine's requests on any serving engine, from the tokens reported so far.
+
+        A request that it ran may be the cause, and fails with the last of ``MOST_LOSSES`` losses.
+        """
         engine.serving = engine.leaving = engine.to_abort = False
         engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
+        failed: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
+        for rollout_id, entry in islice(engine.pending.items(), self._slots):  # it runs requests in their order
+            entry.losses += rollout_id not in engine.outbox
+            if entry.losses == MOST_LOSSES:
+                reason = f"{MOST_LOSSES} engines in a row were lost while they ran this request; see {engine.name}.log"
+                failed.append((entry, RolloutFailure(rollout_id, reason)))
+        self._end(failed)
         self._continue(list(engine.pending.values()), RequestEnding.LOST)
         self._dispatch_soon()
 
@@ -291,7 +309,7 @@ class GenerationClient:
         while self._waiting and not self._paused:
             entry = self._waiting[0]
             if self._open.get(entry.request.rollout_id) is entry:
-                engine = self._engine_for(entry.request)
+                engine = self._engine_for(entry)
                 if engine is None:
                     break
                 entry.engine, entry.sent_at = engine, time.time()
@@ -308,8 +326,13 @@ class GenerationClient:
                 self._tasks.add(engine.sender)
                 engine.sender.add_done_callback(self._tasks.discard)
 
-    def _engine_for(self, request: RolloutRequest) -> EngineState | None:
+    def _engine_for(self, entry: OpenRequest) -> EngineState | None:
+        request = entry.request
         with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
+        if entry.is_suspect:  # one on an engine at a time: otherwise all of them would fail with the next loss
+            with_room = [
+                engine for engine in with_room if not any(other.is_suspect for other in engine.pending.values())
+            ]
         engine_choice = self._engine_of.get(request.affinity)
         if engine_choice not in with_room:
             engine_choice = min(with_room, key=lambda engine: len(engine.pending), default=None)
@@ -358,6 +381,7 @@ class GenerationClient:
         for segment in segments:
             if (entry := engine.sent(segment.rollout_id)) is not None:
                 entry.tokens.add(segment)
+                entry.losses = 0
                 if entry.on_segments is not None:
                     by_listener.setdefault(entry.on_segments, []).append(segment)
         for on_segments, listener_segments in by_listener.items():

@@ -25,6 +25,10 @@ OnEnd = Callable[[EndedRequests], None]
 """Callback with all requests of one owner that ended together."""
 OnSegments = Callable[[list[Segment]], None]
 
+MOST_LOSSES = 3
+"""A request fails when so many engines were lost while they ran it, without a new token in between: it may be the
+cause."""
+
 
 class EngineHandle(Protocol):
     """One engine, across the restarts of its actor."""
@@ -82,11 +86,17 @@ class OpenRequest:
     engine: EngineState | None = None
     sent_at: float = 0.0  # unix time at which its engine got it
     attempt: int = 0
+    losses: int = 0  # engines that were lost while they ran it, since its last new token
     placement: tuple[float, Placement] | None = None  # unix time of its delivery, and the placement
     tokens: TokenPrefix = field(init=False)  # the request's prefix, and the tokens reported since it was sent
 
     def __post_init__(self) -> None:
         self.tokens = TokenPrefix(self.request.prefix)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the request fails with the next engine that is lost before its next token."""
+        return self.losses >= MOST_LOSSES - 1
 
     def record_of_stay(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were

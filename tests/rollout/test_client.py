@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -261,7 +262,7 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
     data: st.DataObject, engines: int, budgets: list[int]
 ) -> None:
     """With aborts, failures, deaths, pauses and engines that join and leave, after any number of tokens: nothing is
-    lost or sampled twice."""
+    lost or sampled twice. Engines may be lost without a new token again and again."""
 
     async def check() -> None:
         client = client_over(engines, retries=10_000, slots=2)
@@ -338,7 +339,8 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
         ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]
         assert len(ranges) == len(set(ranges)), "each token is reported once"
 
-    run(check())
+    with patch("asyncrl_cli.rollout.client.MOST_LOSSES", 10**9):
+        run(check())
 
 
 class Owner:
@@ -471,6 +473,30 @@ async def test_a_silent_engine_is_lost_after_its_results_are_delivered() -> None
     restarted = await restart(client.engines[0])
     await client.flush()
     assert [ranges(asked) for asked in restarted.submitted] == [[(0, 1)]]
+
+
+async def test_a_request_that_kills_every_engine_fails_and_others_of_these_engines_continue() -> None:
+    client = client_over(1)
+    owner = Owner()
+    await asked(client, owner, "a", "b", "fatal")
+    for _ in range(2):
+        actors(client)[0].die()
+        await lost(client, 0)
+        engine = await restart(client.engines[0])
+        await client.flush()
+    assert engine.ids == ["a"], "any of them may be the cause, so an engine gets one at a time"
+    async with collecting(client):
+        await engine.deliver(segments=[segment("a", 0, 1)])
+        assert engine.ids == ["a", "b"], "a new token shows that it is not the cause"
+        await engine.deliver(rollout("b"))
+    assert engine.ids == ["a", "b", "fatal"]
+    engine.die()
+    await lost(client, 0)
+    reason = "3 engines in a row were lost while they ran this request; see engine-0.log"
+    assert owner.failures == [RolloutFailure("fatal", reason)]
+    engine = await restart(client.engines[0])
+    await client.flush()
+    assert [ranges(request) for request in engine.submitted] == [[(0, 1)]]
 
 
 async def test_an_engine_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,4 +668,8 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
             ended = "failed" if failed[name] == retries + 1 else "stop"
             assert last.ending == ("cancelled" if name in cancelled else ended)
 
-    run(check())
+    with (
+        patch("asyncrl_cli.rollout.client.MOST_LOSSES", 10**9),
+        patch("asyncrl_cli.rollout.open_requests.MOST_LOSSES", 10**9),
+    ):
+        run(check())
