@@ -59,7 +59,7 @@ def train_batch(learner: Learner, batch: TrainingBatch) -> StepReport:
         metrics["train/missing_parts"] = float(rewards.missing_parts)
     if spec.algorithm.advantage == RUNNING_BASELINE:
         metrics["train/baseline_groups"] = float(sum(bool(group.earlier) for group in batch.groups))
-        metrics["train/baseline_error"] = (rewards.rollouts - rewards.baseline).abs().mean().item()
+        metrics["train/baseline_error"] = (rewards.rollouts - rewards.baseline).abs().nanmean().item()
     is_first = True
     total_updates = (trainer.schedule.steps or spec.stop.total) * per_step
     # The position follows from the step, not from a count of updates: a resume may change the updates of a step.

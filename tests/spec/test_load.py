@@ -76,7 +76,6 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
         ("rollout", "max_length", "model.max_length"),
         ("", "trainer.ranks", "trainer.ranks"),
         ("trainer.optimizer", "beta", "trainer.optimizer.betas"),
-        ("", "learning_rate", "trainer.optimizer.learning_rate"),
     ],
 )
 def test_unknown_keys_get_suggestions(parent: str, key: str, meant: str) -> None:
