@@ -271,7 +271,7 @@ class DurableLedger:
     def _waiting(self) -> Sequence[Mapping[str, Any]]:
         # The base's prompts are admitted first and in order. Prompts that are too long are skipped.
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
-        for uid in self.journal.read(progress.first_uids, len(prompts)):
+        for uid in self.journal.read(progress.first_uids, len(prompts)) if prompts else ():
             uids = [prompt["uid"] for prompt in prompts]
             prompts = prompts[uids.index(uid) + 1 :] if uid in uids else prompts
         return prompts

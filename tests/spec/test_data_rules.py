@@ -48,11 +48,6 @@ def a_set_with(task: str) -> str:
         ("data: {train: {path: rows.csv, template: 'Q: {}'}}", "data.train.template", "{} names no column"),
         ("data: {train: {path: rows.csv, template: 'Q: {a'}}", "data.train.template", "invalid template"),
         ("data: {train: {path: rows.csv, template: 'Q'}}", "data.train.template", "names no column"),
-        (
-            "data: {train: {path: rows.csv, template: '{a}', prompt_column: a}}",
-            "data.train.prompt_column",
-            "the template names the columns",
-        ),
         ("evaluation: {sets: {a: {every: 2}}}", "evaluation.sets.a.data", "add `data`"),
         ("evaluation: {sets: {a: {data: {}}}}", "evaluation.sets.a.data", "missing"),
         ("evaluation: {sets: {a: {data: {size: 1}, samples: 4}}}", "evaluation.sets.a.samples", "set greedy to false"),
@@ -145,6 +140,12 @@ def test_one_source_may_be_trained_and_evaluated_on_by_split(write: Write) -> No
     alone = load_spec(write(f"{HEAD}data: {{train: {{path: 'hf:a/b', split: train}}}}\n"))
     assert (alone.spec.data.eval, alone.warnings) == (None, ()), "without held-out prompts nothing is evaluated"
     assert warned("train", "train") == ["data.eval.path"]
+
+
+def test_a_column_beside_a_template_is_reported(write: Write) -> None:
+    write("prompt\n", "rows.csv")
+    loaded = load_spec(write(f"{HEAD}data: {{train: {{path: rows.csv, template: '{{a}}', prompt_column: b}}}}\n"))
+    assert "data.train.prompt_column" in [problem.path for problem in loaded.warnings]
 
 
 def test_a_loaded_spec_names_the_files_of_a_pattern(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

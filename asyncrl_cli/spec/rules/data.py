@@ -221,7 +221,7 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
             if split.prompt_column != SplitSpec.model_fields["prompt_column"].default:
                 message = "has no effect: the template names the columns of the prompt"
-                yield Problem(f"{key}.prompt_column", message, "remove it, or remove the template")
+                yield warning(f"{key}.prompt_column", message, "remove it, or remove the template")
         for name in ROW_KEYS if split.path is None else ():
             if getattr(split, name) != SplitSpec.model_fields[name].default:
                 hint = "give a path (with a mix of tasks: in a member's split), or remove it"
