@@ -71,16 +71,19 @@ class StartChecks:
         thorough: bool = False,
         references: Mapping[tuple[str, ...], str] | None = None,
         training: bool = True,
+        takes_data: bool = True,
     ) -> None:
         """``search_path``: the folder of the user's own modules. ``notice`` gets a text when something takes long.
         ``references``: from ``LoadedSpec``; without them, temporary files would contain values from the environment.
-        ``training``: False for an evaluation, which starts only engines."""
+        ``training``: False for an evaluation, which starts only engines. ``takes_data``: False if the run takes no
+        further prompt from `data.train`."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
         self._thorough = thorough
         self._references = references or {}
         self._training = training
+        self._takes_data = takes_data and spec.stop.steps != 0
         self._open = ExitStack()
         self._folder = Path()
         self._model_dir = ""
@@ -255,7 +258,7 @@ class StartChecks:
         for location, (name, rows, split) in splits.items():
             if split is None or name in experiment.episodic:  # then the task writes the model's prompts
                 continue
-            if location == "data.train" and self._spec.stop.steps == 0:
+            if location == "data.train" and not self._takes_data:
                 continue
             yield Check(location, partial(self._prompts, location, rows), ("chat template",))
             if self._thorough and location == "data.train" and len(rows):

@@ -46,6 +46,7 @@ def start_checks(
     thorough: bool = False,
     references: Mapping[tuple[str, ...], str] | None = None,
     training: bool = True,
+    takes_data: bool = True,
 ) -> StartChecks:
     """Prepare all checks of a start. Slow checks print a notice to standard error."""
     from asyncrl_cli.checks.start import StartChecks
@@ -57,4 +58,5 @@ def start_checks(
         thorough=thorough,
         references=references,
         training=training,
+        takes_data=takes_data,
     )

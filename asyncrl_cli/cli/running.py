@@ -147,7 +147,7 @@ def resume(
             from asyncrl_cli.orchestrator.resume import check_data, prepare
 
             plan = prepare(run, spec=spec, step=step, note=", ".join(changed), without_journal=without_journal)
-            with start_checks(spec, search_path(run)) as checks:
+            with start_checks(spec, search_path(run), takes_data=plan.takes_data) as checks:
                 experiment = checks.experiment()
             check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
         start = plan.carry_out(run, accept_changed_data)  # until now, nothing has changed on disk

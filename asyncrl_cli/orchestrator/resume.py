@@ -47,6 +47,8 @@ class Plan:
     checkpoints no longer count."""
     without_journal: bool
     """True if the run starts a new journal."""
+    takes_data: bool = True
+    """False if the journal has every group that the run still trains, so no training data is needed."""
     changed: str = ""
     """A text about the steps that are trained again to other weights because training settings changed."""
 
@@ -118,8 +120,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 location=str(journal),
                 hint=instead,
             )
-    if journal_has_begun:
-        _read_through(run, spec=spec, first_step=first_step, taken_steps=step_count)
+    takes_data = not journal_has_begun or _read_through(run, spec=spec, first_step=first_step, taken_steps=step_count)
     # The batches are kept. With other settings they give other weights, so their old reports are dropped.
     changed = ""
     if first_step < trained_count and training_changes(note):
@@ -132,6 +133,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         trained=min(trained_count, first_step) if again else trained_count,
         again=again,
         without_journal=False,
+        takes_data=takes_data,
         changed=changed,
     )
 
@@ -150,13 +152,13 @@ def _check_reward_parts(connection: sqlite3.Connection, spec: ExperimentSpec, no
             raise unknown_metric(name, reported, "no recorded rollout")
 
 
-def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, taken_steps: int) -> None:
+def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, taken_steps: int) -> bool:
     """Read what a resume needs from the journal, so damage is found now: the position, unfinished groups, and the
-    batches from step ``first_step`` on. Changes nothing."""
+    batches from step ``first_step`` on. Changes nothing. True if further prompts are needed to reach the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
         book = DurableLedger(run.path / FILE, BufferSettings.from_spec(spec), journal=journal)
-        book.opening()
+        waiting = len(book.opening().waiting)
         for step in range(first_step, taken_steps):
             try:
                 book.batch(step)
@@ -166,6 +168,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, take
                     location=run.run_id,
                     hint=f"resume from a later checkpoint: `asyncrl checkpoint list {run.argument}` shows them",
                 ) from None
+        return book.ledger.admitted + waiting < spec.stop.total * spec.pipeline.groups_per_step
 
 
 def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:
