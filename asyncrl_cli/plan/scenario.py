@@ -68,9 +68,9 @@ def planned_scenario(
             f"the trainer is assumed to be {1 / share:.3g} times as fast with {counted(spec.trainer.ranks, 'rank')} as "
             f"with the measured {measured_spec.trainer.ranks}"
         )
-    planned, measured = flat_settings(spec), flat_settings(measured_spec)
-    for key in sorted(planned.keys() | measured.keys()):
-        planned_value, measured_value = planned.get(key), measured.get(key)
+    planned_keys, measured_keys = flat_settings(spec), flat_settings(measured_spec)
+    for key in sorted(planned_keys.keys() | measured_keys.keys()):
+        planned_value, measured_value = planned_keys.get(key), measured_keys.get(key)
         if planned_value != measured_value and key.startswith(COMPARED) and not key.startswith(SIMULATED):
             values = hide(f"{key} {planned_value} as with the measured {measured_value}")
             guesses.append(f"rollouts and steps are assumed to take as long with {values}")

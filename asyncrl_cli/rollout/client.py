@@ -331,7 +331,7 @@ class GenerationClient:
         with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
         if entry.is_suspect:  # one on an engine at a time: otherwise all of them would fail with the next loss
             with_room = [
-                engine for engine in with_room if not any(other.is_suspect for other in engine.pending.values())
+                engine for engine in with_room if not any(pending.is_suspect for pending in engine.pending.values())
             ]
         engine_choice = self._engine_of.get(request.affinity)
         if engine_choice not in with_room:

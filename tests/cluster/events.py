@@ -165,7 +165,7 @@ def _trainer_crawls(site: Site, run: HostedRun) -> None:
 
 
 def _crawl(site: Site, host: Host, run: HostedRun) -> None:
-    """A host whose processes stand still nine tenths of the time, as if it swapped."""
+    """The processes of a host stand still nine tenths of the time, as if it swapped."""
     entered = site.cluster.commands[host.name].process.pid  # nsenter stops itself when its command is stopped
     deadline = time.monotonic() + CRAWL_S
     while time.monotonic() < deadline:

@@ -21,7 +21,7 @@ SESSIONS = 16
 
 @dataclass(slots=True)
 class AgentsRun(DisturbedRun):
-    """A run whose prompts are played by programs outside of it. ``pids`` replaces the ones that were killed."""
+    """Programs outside of the run play its prompts. ``pids`` replaces the ones that were killed."""
 
     programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sessions_audit: Findings | None = None
