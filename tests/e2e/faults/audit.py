@@ -49,7 +49,7 @@ def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], st
     trained: Counter[str] = Counter()
     for step in range(steps):
         try:
-            batch = read_batch(connection, step)  # raises when a CRC or a segment's key is wrong
+            batch = read_batch(connection, step)  # raises if a CRC or a segment's key is wrong, or a reward is missing
         except Exception as error:
             violations.append(f"step {step}: its batch cannot be read: {type(error).__name__}: {error}")
             continue
@@ -148,8 +148,6 @@ def _group(step: int, version: int, group: Any, settings: BufferSettings) -> Ite
     name = f"step {step}, group {group.group_id}"
     if len(group.rollouts) != settings.group_size:
         yield f"{name}: {len(group.rollouts)} rollouts"
-    if any(reward is None for reward in group.rewards):
-        yield f"{name}: a rollout without a reward"
     for rollout in group.rollouts:
         if rollout.finish_reason is None:
             yield f"{name}: an unfinished rollout"

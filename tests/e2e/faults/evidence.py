@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.journal.schema import JournalError, open_for_reading
+from asyncrl_cli.records.generation import CONTEXT
 
 Place = tuple[int, int]
 """A rollout: its group, and its index in it."""
@@ -131,6 +132,9 @@ def _rollouts(connection: sqlite3.Connection) -> dict[Place, RecordedRollout]:
     for index, parts in groupby(rows, key=lambda row: (row[0], row[1])):
         cut = list(parts)
         segments = [row[4:] for row in cut if row[4] is not None]
+        # The input of a turn without a reply goes if its program leaves.
+        while cut[0][2] is None and segments and segments[-1][0] == CONTEXT:
+            segments.pop()
         found[index] = RecordedRollout(
             finish_reason=cut[0][2],
             reward=cut[0][3],

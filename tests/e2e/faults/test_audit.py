@@ -86,6 +86,12 @@ def test_damage_is_named(journal: Path, statement: str, named: str) -> None:
     assert named in "\n".join(audited(journal).violations)
 
 
+def test_a_masked_rollout_needs_no_reward(journal: Path) -> None:
+    masked = "UPDATE rollouts SET reward = NULL, masked = 1 WHERE group_id = 1 AND rollout_index = 0"
+    change(journal, masked, *WITHOUT_CHECKSUMS)
+    assert audited(journal).violations == ()
+
+
 def test_tokens_that_were_not_trained_on_are_named(journal: Path) -> None:
     change(journal, "UPDATE batches SET digest = (SELECT digest FROM batches WHERE step = 0) WHERE step = 1")
     assert audited(journal).violations == ("step 1 trained on other tokens than are recorded",)
@@ -142,10 +148,21 @@ def test_an_unfinished_rollout_may_continue_and_may_not_restart(journal: Path) -
             "VALUES (3, 0, 0, 4, 9, x'07000000', x'00000000', 0)",
         )
 
+    def begin_turn(path: Path) -> None:
+        change(
+            path,
+            "INSERT INTO segments (group_id, rollout_index, branch, start, version, tokens, logprobs, crc) "
+            "VALUES (3, 0, 0, 5, -1, x'08000000', x'00000000', 0)",
+        )
+
+    def end_turn_without_reply(path: Path) -> None:
+        change(path, "DELETE FROM segments WHERE version = -1")
+
     def restart_rollout(path: Path) -> None:
         change(path, "DELETE FROM segments WHERE group_id = 3 AND rollout_index = 0 AND start > 0")
 
-    assert two_snapshots(journal, continue_rollout).contradictions == []
+    for later_state in (continue_rollout, begin_turn, end_turn_without_reply):
+        assert two_snapshots(journal, later_state).contradictions == []
     found = two_snapshots(journal, restart_rollout)
     assert found.prefixes_seen == 4  # two rollouts in each of two snapshots
     assert "rollout (3, 0) was unfinished" in found.contradictions[0]
