@@ -146,6 +146,7 @@ class Orchestrator:
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
         self._in_flight: tuple[TakenBatch, asyncio.Task[StepReport]] | None = None
         self._saving: asyncio.Task[bool] | None = None  # the newest checkpoint
+        self._saved_step = self.checkpoint_step  # its step; 0 after its loss
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # True while an evaluation needs one version, so publishes wait for it
 
@@ -208,6 +209,7 @@ class Orchestrator:
             await self._until_saved(step, self._trainer.at_step(step, lambda: self._checkpoints.copy(step)))
             stall_s = time.monotonic() - started
             self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
+            self._saved_step = step
             # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
             self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
             if in_background:
@@ -216,12 +218,19 @@ class Orchestrator:
             if await self._saved():
                 return
 
+    async def _checkpoint_if_due(self) -> None:
+        """Save a checkpoint at each multiple of ``checkpoints.every``, and soon after one whose checkpoint was lost."""
+        every = self.spec.checkpoints.every
+        if every and self._step // every > self._saved_step // every:
+            await self.checkpoint(in_background=True)
+
     async def _complete(self, step: int, state: Mapping[str, Any], started: float, stall_s: float) -> bool:
         """Write the copied checkpoint; returns False if a rank died first."""
         try:
             saved = await self._until_saved(step, self._checkpoints.write(step, state))
         except TrainerLost as lost:  # the ranks restart from an older checkpoint
             self.reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
+            self._saved_step = 0
             return False
         # A recovery reads checkpoints and batches that the deletions below would remove.
         async with self._trainer.recovering:
@@ -263,6 +272,7 @@ class Orchestrator:
         await self._trainer.catch_up(self._step)
         if self._step < steps:
             self._begin_evaluation()
+            await self._checkpoint_if_due()
         while self._step < steps:
             taken_batch = await self._take()
             if partial:  # unfinished rollouts keep their tokens, and continue in the next step
@@ -292,8 +302,7 @@ class Orchestrator:
                     await self._publisher.delivered()  # the evaluation is of this step's weights
                     await self._finish_evaluation("an evaluation")
                     self._begin_evaluation()
-                if self.spec.checkpoints.every and self._step % self.spec.checkpoints.every == 0:
-                    await self.checkpoint(in_background=True)
+                await self._checkpoint_if_due()
         await self._publisher.delivered()
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()

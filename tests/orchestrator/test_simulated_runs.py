@@ -296,15 +296,19 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_on
 
 
 class LostWrite(Fate):
-    """The trainer dies while it writes a checkpoint, with ``trains`` after it has trained the next step."""
+    """The trainer dies while it writes a checkpoint, with ``trains`` after it has trained the next step, and with
+    ``with_driver`` together with the driver."""
 
-    def __init__(self, trains: bool) -> None:
+    def __init__(self, trains: bool, with_driver: bool = False) -> None:
         super().__init__(Random(3), 0)
-        self._trains = trains
+        self.interrupts = 0.0
+        self._trains, self._with_driver = trains, with_driver
 
     def strikes(self, victim: str, chance: float) -> bool:
         struck = victim == "writer" and not self.met and self.saved_meanwhile >= self._trains
         self.met += [victim] * struck
+        if struck and self._with_driver:
+            self.driver.set()
         return struck or super().strikes(victim, chance)
 
 
@@ -318,6 +322,16 @@ def test_a_trainer_that_dies_while_it_writes_restarts_and_the_last_checkpoint_is
     assert [checkpoint.step for checkpoint in complete_checkpoints(finished.path / "checkpoints")] == [STEPS]
     (warned,) = [text for text in finished.simulation.view.shown if "is lost" in text]
     assert "died while it was written" in warned
+
+
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_a_lost_checkpoint_is_soon_followed_by_another(tmp_path: Path, with_driver: bool) -> None:
+    fate = LostWrite(trains=True, with_driver=with_driver)
+    finished = simulated(tmp_path, small_spec(checkpoints={"every": 3, "keep_last": 9}), fate)
+    assert fate.met == ["writer"] and finished.simulation.drivers == 1 + with_driver
+    assert [start.checkpoint for start in finished.simulation.starts] == [None] * (1 + with_driver)
+    saved = [checkpoint.step for checkpoint in complete_checkpoints(finished.path / "checkpoints")]
+    assert len(saved) == 2 and 3 < saved[0] < saved[1] == STEPS
 
 
 def test_files_that_a_recovery_reads_are_not_deleted_for_a_newer_checkpoint(
