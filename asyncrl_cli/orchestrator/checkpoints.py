@@ -49,9 +49,9 @@ class Checkpoints:
         )
         self._retention = spec.checkpoints
 
-    async def copy(self, step: int) -> None:
-        """Have the ranks copy their states for ``write``, unless the step has an undamaged checkpoint. Call it between
-        two steps; afterwards training may continue."""
+    async def copy(self, step: int) -> bool:
+        """Have the ranks copy their states for ``write``. Call it between two steps; afterwards training may continue.
+        Returns False, without a copy, if the step has an undamaged checkpoint."""
         final, unfinished = self._places(step)
 
         def is_saved(check: Check) -> bool:
@@ -64,8 +64,10 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
             return False
 
-        if not await _in_thread(is_saved):
-            await self._trainers.save_checkpoint(unfinished)
+        if await _in_thread(is_saved):
+            return False
+        await self._trainers.save_checkpoint(unfinished)
+        return True
 
     async def write(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Complete the checkpoint that ``copy`` began; it is on disk when this returns.
@@ -74,8 +76,6 @@ class Checkpoints:
         call is cancelled, its thread ends within moments and no checkpoint appears.
         """
         final, unfinished = self._places(step)
-        if not unfinished.is_dir():  # the step has a checkpoint
-            return final
         digests = await self._trainers.write_checkpoint(unfinished)
 
         def complete(check: Check) -> None:

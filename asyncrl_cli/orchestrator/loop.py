@@ -206,7 +206,10 @@ class Orchestrator:
 
         while True:
             self.reporter.status("saving a checkpoint")
-            await self._until_saved(step, self._trainer.at_step(step, lambda: self._checkpoints.copy(step)))
+            copying = self._trainer.at_step(step, lambda: self._checkpoints.copy(step))
+            if not await self._until_saved(step, copying):
+                self._saved_step = step
+                return
             stall_s = time.monotonic() - started
             self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
             self._saved_step = step

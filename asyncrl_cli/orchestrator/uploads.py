@@ -52,7 +52,7 @@ class Uploads:
                     steps = checkpoints_to_upload(connection)
                 for checkpoint in complete_checkpoints(self._run.path / "checkpoints"):
                     # Once the driver has left its loop, nobody waits for a further copy.
-                    if checkpoint.step in steps and not self._loop.is_closed():
+                    if checkpoint.step in steps and not self._loop.is_closed() and checkpoint.folder.is_dir():
                         self._upload(checkpoint)
             except Exception as error:
                 self._warn(hide(f"checkpoints.upload: {error}"))
@@ -98,10 +98,13 @@ class Uploads:
 
 def copy(folder: Path, url: str) -> None:
     """Copy a checkpoint's files to an fsspec URL, and compare their sizes. The list of files comes last, so a copy that
-    has it is complete. Raises the file system's errors."""
+    has it is complete, and stays if it is of this checkpoint. Raises the file system's errors."""
     import fsspec
 
     files, root = fsspec.core.url_to_fs(url)
+    file_list = f"{root}/{FILES_FILE}"
+    if files.exists(file_list) and files.cat_file(file_list) == (folder / FILES_FILE).read_bytes():
+        return
     if files.exists(root):  # of this step before it was trained again; its list of files must not stay
         files.rm(root, recursive=True)
     paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == FILES_FILE)

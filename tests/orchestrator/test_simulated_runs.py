@@ -29,6 +29,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.records.generation import group_and_index
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
@@ -273,6 +274,27 @@ def test_the_trainer_trains_while_its_checkpoint_is_written(tmp_path: Path, keep
     rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "checkpoint/stall_s" in row] == list(range(2, STEPS + 1))
     assert any("checkpoint/seconds" in row for row in rows)
+
+
+def test_a_checkpoint_that_is_saved_already_is_not_uploaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload's failure would cost the complete copy."""
+    fate, finish, uploaded = Fate(Random(0), 0), Uploads.finish, list[str]()
+    fate.interrupts = 0.0
+
+    async def finish_and_die(uploads: Uploads) -> None:
+        await finish(uploads)
+        if simulation.drivers == 1:
+            fate.driver.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("asyncrl_cli.orchestrator.uploads.copy", lambda folder, url: uploaded.append(folder.name))
+    monkeypatch.setattr(Uploads, "finish", finish_and_die)
+    simulation = Simulation(tmp_path, small_spec(checkpoints={"every": 4, "upload": "memory://copies"}), fate)
+    simulation.play()
+    assert simulation.drivers == 2
+    assert uploaded == ["step-000004", "step-000006"]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from threading import Event
 
@@ -109,6 +110,21 @@ def test_a_damaged_checkpoint_is_not_uploaded(tmp_path: Path) -> None:
     assert not (tmp_path / "copies").exists()
 
 
+def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    driver = blocked(tmp_path)
+    driver.save(2, 4)
+    (tmp_path / "copies").unlink()
+    driver.warnings.clear()
+
+    def delete_second(folder: Path, url: str) -> None:
+        shutil.rmtree(driver.run.path / "checkpoints" / checkpoint_name(4), ignore_errors=True)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subject, "copy", delete_second)
+        driver.save()
+    assert driver.warnings == [] and driver.recorded()[2] == "done"
+
+
 def test_a_run_ends_while_an_upload_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = Event()
     monkeypatch.setattr(subject, "LIMIT_S", 0.3)
@@ -130,6 +146,9 @@ def test_a_copy_of_the_step_from_before_does_not_make_a_begun_copy_complete(
         (folder / name).write_text("{}")
     subject.copy(folder, "memory://again")
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refuse)
+    subject.copy(folder, "memory://again")
+    assert fsspec.filesystem("memory").exists("/again/shard"), "the complete copy stays"
+    (folder / "files.json").write_text("{ }")
     with pytest.raises(OSError, match="full"):
         subject.copy(folder, "memory://again")
     assert not fsspec.filesystem("memory").exists("/again/files.json")
