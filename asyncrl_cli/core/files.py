@@ -83,8 +83,8 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = False) ->
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill. It is renamed to ``path`` when the block ends without an error, and otherwise removed.
 
-    Parent folders are created. Unfinished folders that killed processes left for the same ``path`` are removed. Raises
-    ``OSError``, also if ``path`` is a folder that is not empty.
+    It is on disk when the block has ended. Parent folders are created. Unfinished folders that killed processes left
+    for the same ``path`` are removed. Raises ``OSError``, also if ``path`` is a folder that is not empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{glob.escape(path.name)}-*"):
@@ -99,7 +99,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.rename(unlocked, unfinished)  # after the lock: another process removes an unlocked folder of this name
         yield unfinished
+        for filled in (*unfinished.rglob("*"), unfinished):
+            sync(filled)
         os.rename(unfinished, path)
+        sync(path.parent)
     finally:
         os.close(lock)
         for folder in (unlocked, unfinished):

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.images import ImageError, image_sources, is_blank, is_image, with_column, with_read_images
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import OWN_UID_PREFIX, Message, Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
 ABSENT = object()
@@ -178,6 +178,9 @@ class RowForm:
 
     def checked(self, prompt: Prompt, row_number: int) -> Prompt:
         """Check a prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
+        if prompt.uid.startswith(OWN_UID_PREFIX):
+            problem = f"the uid {prompt.uid!r} begins with `{OWN_UID_PREFIX}`, as only prompts of outside programs do"
+            self.refuse(row_number, problem, "give the row another uid")
         if fault := _fault_of(prompt):
             self.refuse(row_number, f"prompt {prompt.uid!r}: {fault[0]}", fault[1])
         if self.check is not None:

@@ -232,7 +232,7 @@ async def _events(
 
 
 class EventStream(Response):
-    """Server-sent events. If the client disconnects, its ``Call`` ends by itself."""
+    """Server-sent events. If the client disconnects, its ``ConnectedCall`` ends by itself."""
 
     media_type = "text/event-stream"
 

@@ -15,14 +15,12 @@ from typing import NamedTuple
 from asyncrl_cli.journal.events import HEALTH, metrics_of
 from asyncrl_cli.journal.progress import Progress, base, progress
 from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
-from asyncrl_cli.records.generation import EngineRequest
+from asyncrl_cli.records.generation import EVALUATION, EngineRequest
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
 """Metrics about idle time (docs/metrics.md)."""
 NEWEST_FAILURES = 10
 """Number of failures listed individually."""
-EVALUATION = "eval"
-"""Prefix of the request ids of evaluations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,16 @@ class PlainView(Monitor):
         self._out = out
         self._accuracy: dict[str, float] = {}
         self._spec: Mapping[str, Any] = {}
-        self._stage = ""
+        self._text = ""
         self._started = time.monotonic()
 
     def started(self, run: RunInfo) -> None:
         self._spec = run.spec
 
     def status(self, text: str, counts: Counts | None = None) -> None:
-        # Progress inside a stage ("warm start: 12 of 1000 updates") and of the loop would flood a log.
-        stage = text.split(":")[0]
-        if counts is None and stage != self._stage:
-            self._stage = stage
-            self._print(stage)
+        if counts is None and text != self._text:  # the loop's progress would flood a log
+            self._text = text
+            self._print(text)
 
     def warn(self, text: str) -> None:
         self._print(f"! {text}")

@@ -289,7 +289,7 @@ async def while_ray_lives(coroutine: Awaitable[T], hint: str, stop: Stop | None 
         await asyncio.wait([working, watching, stopping], return_when=asyncio.FIRST_COMPLETED)
         if watching.done() or (working.done() and not working.cancelled() and working.exception() and _dead()):
             _lost.set()
-            await watching  # raises the cause; the error of ``work`` is only a consequence
+            await watching  # raises the cause; the error of ``working`` is only a consequence
         if not working.done():
             raise Interrupted
         return await working

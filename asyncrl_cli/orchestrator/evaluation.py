@@ -233,8 +233,8 @@ async def _samples(
     )
     # -1 - step: training groups count from 0, so no training rollout has the same seed. Sets over the same prompts have
     # their own seeds: otherwise one would only repeat the other. `asyncrl evaluate` repeats the run's samples.
-    set_name = series.kind.rpartition(":")[0].removeprefix("offline").removeprefix("-")
-    seed_parts = (spec.seed, -1 - step, *filter(None, [set_name]))
+    set_name = series.kind.rpartition(":")[0].removeprefix("offline-")
+    seed_parts = (spec.seed, -1 - step, *([] if set_name in ("", "offline") else [set_name]))
     requests = [
         RolloutRequest(
             f"{EVALUATION}{step}:{series.kind}:{index}",

@@ -50,7 +50,7 @@ from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
-from asyncrl_cli.orchestrator.warm_start import WarmStart, recorded_updates, with_its_result
+from asyncrl_cli.orchestrator.warm_start import CHECKPOINTS, WarmStart, recorded_updates, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
@@ -211,6 +211,7 @@ async def _warm_started(experiment: Experiment, recorder: Recorder, reporter: Re
             noted_updates=updates,
         )
         await warm_start.make()
+    await asyncio.to_thread(shutil.rmtree, run.path / CHECKPOINTS, ignore_errors=True)
     return replace(experiment, spec=with_its_result(spec, run))
 
 

@@ -344,6 +344,8 @@ class Orchestrator:
                     await self._scheduler.requeue(answer.overdue)
                     continue
                 running = self._pool.shortage() or f"{self.client.running} rollouts are running"
+                if self.scoring.unscored:
+                    running += f", {self.scoring.unscored} wait for their rewards"
                 if not (self.prompts.wanted_groups or self.client.running):
                     wait.progress()  # no program outside of the run wants a session: the run does not hang
                 wait.purpose = f"the batch of step {self._step + 1} ({answer.reason}; {running})"

@@ -34,7 +34,7 @@ class StepClock:
         self._journal_s = 0.0
 
     def lap(self, report: StepReport, journal_s: float) -> dict[str, float]:
-        """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``Taken``."""
+        """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``TakenBatch``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._lap_started
         tokens, busy, paused, wall, sequence_s = (

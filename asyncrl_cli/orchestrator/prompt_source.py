@@ -103,7 +103,8 @@ class PromptSource:
     async def prepare(self, count: int) -> int:
         """Return how many of the next ``count`` prompts can be admitted now. Prompts with images are encoded here, in a
         thread and a few at a time: a large image takes a tenth of a second, and the first requests must not wait."""
-        if not self.encoder.sees_images:
+        # A program's own prompt would be recorded with the loader's position, which must not be ahead of its prompts.
+        if not self.encoder.sees_images or self._outside is not None:
             return count
         if not self._ready:
             encoded_count = min(count, PROMPTS_WITH_IMAGES)

@@ -147,9 +147,9 @@ class Publisher:
             except StepPassed:
                 return  # the next version is on its way, and other engines serve until then
             record = await self._deliver(written_version)
-        if checksum is None:
+        if record.checksum != checksum:
             await self.buffer.publish(record)
-        elif record.checksum != checksum:  # a warning, not an error: the engines serve what the trainer has
+        if checksum not in (None, record.checksum):  # a warning, not an error: the engines serve what the trainer has
             await self.budget.note(
                 "weights",
                 "trainer-0",

@@ -108,7 +108,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         problem = f"the run has taken {step_count} steps, more than {total}"
         if step_count == total:
             problem = f"run already completed {step_count} of {total} steps"
-        hint = f"to train further: asyncrl resume {run.argument} --steps {2 * step_count}"
+        hint = f"to train further: asyncrl resume {run.argument} --steps {2 * step_count or 'N'}"
         raise RunError(problem, location=run.run_id, hint=hint)
     # A batch is in the journal before it is trained, so a later step in another file means that the journal lost rows
     # (decision 0013).
@@ -126,7 +126,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     if first_step < trained_count and training_changes(note):
         next_step = first_step + 1
         steps = f"step {next_step} is" if trained_count == next_step else f"steps {next_step} to {trained_count} are"
-        changed = f"{steps} trained again with the new settings, and their weights will differ"
+        changed = f"{steps} trained again with the new settings, and their weights may differ"
     again = bool(changed) or step is not None
     return Plan(
         DriverStart("resume", note, checkpoint),

@@ -329,6 +329,8 @@ class RolloutScheduler:
             )
         if self.rejected_in_a_row.total() >= self.spec.pipeline.max_rejected_in_a_row:
             uniform = self.rejected_in_a_row["uniform"] * 2 >= self.rejected_in_a_row.total()
+            failed = self.rejected_in_a_row["failed"] > self.rejected_in_a_row["unscored"]
+            remedy = "fix the cause of the failures" if failed else "let the reward return a number for more responses"
             raise RunError(
                 f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "
                 f"{self._reasons()}",
@@ -336,7 +338,7 @@ class RolloutScheduler:
                 hint="use a task that the model sometimes solves, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row"
                 if uniform
-                else "let the reward return a number for more responses",
+                else remedy,
             )
 
     def _reasons(self) -> str:

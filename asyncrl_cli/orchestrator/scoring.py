@@ -45,6 +45,10 @@ class Scoring:
         self._per_call = -(-self._at_once // self._calls)
         self._room = asyncio.Semaphore(self._at_once)
         self._entering = asyncio.Lock()
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called when responses have got their scores."""
+        self.unscored = 0
+        """Number of responses that wait for their scores."""
 
     async def start(self) -> None:
         """Start the actor and load the task, to report an error in the task early."""
@@ -66,11 +70,14 @@ class Scoring:
             for start in starts:
                 end = start + self._per_call
                 scored[start:end] = await self._score_some(responses[start:end])
+                self.on_progress()
 
+        self.unscored += len(responses)
         workers = [asyncio.ensure_future(score_slices(starts)) for _ in range(min(self._calls, len(responses)))]
         try:
             await asyncio.gather(*workers)
         finally:
+            self.unscored -= len(responses)
             for worker in workers:
                 worker.cancel()
         return [

@@ -65,7 +65,9 @@ class TaskActors:
     async def connect(
         self, client: GenerationClient, model_folder: str, on_progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the gateway if any task has episodes. ``client`` serves their requests."""
+        """Start the gateway if any task has episodes. ``client`` serves their requests. ``on_progress`` is called for
+        each call of an episode and each scored response."""
+        self._on_progress = self.scoring.on_progress = on_progress
         if not self._episodic:
             return
         setup = setup_of(self._spec, model_folder, self._spec.name)
@@ -96,6 +98,7 @@ class TaskActors:
         if set_spec is None or set_spec.task is None:
             return HeldOut(rows, self.scoring, self.episodes)
         scoring = self._make_scoring(name, set_spec.task)
+        scoring.on_progress = self._on_progress
         if not episodic:
             return HeldOut(rows, scoring)
         workers = self._make_workers(set_spec.task, f"episode-worker-{name}")

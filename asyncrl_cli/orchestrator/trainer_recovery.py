@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, TrainingBatch
@@ -107,7 +108,15 @@ class ResilientTrainer:
             self.ready = True
         while self.step < step:
             # From the journal, not from memory: a repeated step must see exactly the recorded batch (decision 0009).
-            batch = await self.buffer.batch(self.step)
+            try:
+                batch = await self.buffer.batch(self.step)
+            except LookupError as error:
+                raise RunError(
+                    f"step {self.step + 1} cannot be trained again: {error.args[0]}",
+                    location="trainer-0",
+                    hint="the newest checkpoint is damaged, and the journal does not reach back to an older one: "
+                    f"`asyncrl resume {self.run.argument} --without-journal` continues from that",
+                ) from None
             self.repeated(batch, await self._train(batch, self.progress))
 
     async def _lose(self, name: str, cause: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ class WarmStart:
                     break
         finally:
             group.remove()
-        await asyncio.to_thread(shutil.rmtree, self.run.path / CHECKPOINTS, ignore_errors=True)
 
     def _encoded_rows(self) -> list[SupervisedRow]:
         warm_start = self.spec.model.warm_start
@@ -144,8 +142,8 @@ class WarmStart:
                 loss_text = f"loss {loss:.3f}" + "".join(f", held-out {value:.3f}" for value in losses.values())
                 self.status(f"warm start, update {update + 1} of {updates}, {loss_text}, {speed:,.0f} tokens/s")
             if saving_every and (update + 1) % saving_every == 0 and update + 1 < updates:
-                await checkpoints.copy(update + 1)
-                await checkpoints.write(update + 1, {"step": update + 1})
+                if await checkpoints.copy(update + 1):
+                    await checkpoints.write(update + 1, {"step": update + 1})
                 await asyncio.to_thread(checkpoints.prune, {})
         folder = (self.run.path / WARM_START).absolute()  # the ranks may have another working directory
         with atomic_folder(folder) as unfinished:

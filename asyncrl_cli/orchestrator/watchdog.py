@@ -73,7 +73,7 @@ class Watchdog:
             return await call
 
     def progress(self) -> None:
-        """Tokens were generated: restart the clocks of waits for generation."""
+        """Tokens were generated or responses scored: restart the clocks of waits for rollouts."""
         for wait in self._waits:
             if wait.who == GENERATION:
                 wait.progress()

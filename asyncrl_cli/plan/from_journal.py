@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from asyncrl_cli.journal.history import (
-    EVALUATION,
     StepSpan,
     checkpoints,
     engine_requests,
@@ -33,7 +32,7 @@ from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, RequestTiming, TrainerFit, fit_engine, fit_trainer
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength
-from asyncrl_cli.records.generation import EngineRequest
+from asyncrl_cli.records.generation import EVALUATION, EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
 
 STEPS = 30

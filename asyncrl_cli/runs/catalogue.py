@@ -21,7 +21,7 @@ def all_runs(runs_dir: Path) -> list[RunDirectory]:
         hint = "give the folder that contains all runs with --runs-dir"
         raise RunArgumentError(problem, location=str(runs_dir), hint=hint)
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
-    # By the recorded start, not by the file's time: the manifest is written again when a run ends.
+    # By the recorded start, not by the file's time: a copied folder has new files.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
 
 

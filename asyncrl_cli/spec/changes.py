@@ -60,6 +60,12 @@ def check_changes(
     hint = "add prompts as one of evaluation.sets, or use `asyncrl evaluate`"
     for key, why in ((key, why) for key in changed for parent, why in EVALUATED.items() if key.startswith(parent)):
         problems.append(Problem(key, f"cannot change for a recorded run: {why}", hint))
+    for name in recorded_spec.evaluation.sets.keys() & resumed_spec.evaluation.sets.keys():
+        for key in (key for key in changed if key.startswith(f"evaluation.sets.{name}.")):
+            below = key.removeprefix(f"evaluation.sets.{name}.")
+            if below != "every" and not CHANGEABLE.fullmatch(below):
+                message = "cannot change for a recorded run: recorded accuracies belong to this set"
+                problems.append(Problem(key, message, "give the changed set another name, or use `asyncrl evaluate`"))
     if resumed_spec.pipeline.max_staleness < recorded_spec.pipeline.max_staleness:
         message = f"cannot be lower than {recorded_spec.pipeline.max_staleness}: groups were admitted under that bound"
         problems.append(Problem("pipeline.max_staleness", message, "keep or raise it"))
@@ -85,8 +91,12 @@ def kept_horizon(recorded_spec: ExperimentSpec, resumed_spec: ExperimentSpec) ->
 
 
 def training_changes(changed: str) -> list[str]:
-    """Return the changes, out of a comma-separated list, that affect the weights when a batch is trained again."""
-    return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[^=,]+=[^,]*)", changed)
+    """Return the changes, out of a comma-separated list, that affect the weights when a batch is trained again.
+
+    The last three keys decide for which tokens the trainer's log-prob replaces the engine's.
+    """
+    keys = r"(?:trainer|algorithm)\.[^=,]+|rollout\.dtype|pipeline\.weight_update|pipeline\.max_staleness"
+    return re.findall(rf"(?:^|, )((?:{keys})=[^,]*)", changed)
 
 
 def refuse_fixed(keys: Iterable[str]) -> None:

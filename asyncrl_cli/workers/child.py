@@ -87,7 +87,7 @@ class Orphans:
 
 
 class Heartbeat(threading.Thread):
-    """Sends a ``Beat`` every ``BEAT_S`` while the event loop runs, and ``Blocked`` if it has not run for ``blocked_s``.
+    """Sends a ``Beat`` every ``BEAT_S`` while the event loop runs, and ``BlockedLoop`` after ``blocked_s`` without it.
 
     It counts its own turns instead of seconds: after the machine was suspended, no loop counts as blocked.
     """

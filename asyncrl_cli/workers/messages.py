@@ -8,7 +8,7 @@ owner numbers its requests; the first is ``Load``. Each gets one answer, with th
     Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
 
-Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``, and ``Blocked`` at most once.
+Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``, and ``BlockedLoop`` at most once.
 """
 
 from __future__ import annotations

@@ -264,6 +264,7 @@ def test_values_of_a_csv_file_are_texts(tmp_path: Path) -> None:
         ("def rows(split, size): yield 3", r":1: the row is neither a mapping nor a Prompt but a number"),
         ("def rows(split, size): yield {'prompt': 'a', 'x': {1}}", r":1: the row has a value that is not JSON: a set"),
         ("def rows(split, size): yield {'prompt': None}", ":1: `prompt` is null"),
+        ("def rows(split, size): yield {'prompt': 'a', 'uid': 'outside/a'}", ":1: the uid 'outside/a' begins with"),
         ("def rows(split, size): raise OSError('no disk')", r"failed with \(.train., 2\): OSError: no disk"),
         ("def rows(split): yield {}", r"failed with \(.train., 2\): TypeError: rows\(\) takes 1 positional"),
         ("def rows(split, size): return 3", "returned a number"),

@@ -70,9 +70,9 @@ def test_a_step_is_shown_in_one_line() -> None:
 def test_the_plain_view_prints_a_line_per_event() -> None:
     out = io.StringIO()
     view = PlainView(100, out)
-    for done in range(3):
-        view.status(f"warm start: {done} of 1000 updates")
-    view.status("starting engines")
+    view.status("stopping: saving a checkpoint if there is time")
+    for _ in range(2):
+        view.status("starting engines")
     view.status(LONG, COUNTS)
     view.warn("engine-0: the process died")
     view.evaluated(evaluated("greedy", 0, 0.125))
@@ -81,7 +81,7 @@ def test_the_plain_view_prints_a_line_per_event() -> None:
     times = [re.match(r" *\d+\.\d s  ", line) for line in lines]
     assert all(times)
     assert [line[match.end() :] for line, match in zip(lines, times, strict=True) if match] == [
-        "warm start",
+        "stopping: saving a checkpoint if there is time",
         "starting engines",
         "! engine-0: the process died",
         "held-out greedy accuracy 0.125 at step 0 (512 prompts, 87.5 tokens)",

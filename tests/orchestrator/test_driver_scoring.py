@@ -99,6 +99,15 @@ async def test_concurrent_callers_take_turns_and_get_their_own_scores_in_order(k
     assert killed == []
 
 
+async def test_each_answer_is_progress_and_waiting_responses_are_counted() -> None:
+    """Otherwise a run whose rewards take longer than pipeline.stall_minutes would end."""
+    waiting: list[int] = []
+    scorer, _ = scoring_with(StandIn(lengths))
+    scorer.on_progress = lambda: waiting.append(scorer.unscored)
+    await scorer.score(responses(*["x"] * (AT_ONCE + 1)))
+    assert waiting == [AT_ONCE + 1] * 2 and scorer.unscored == 0
+
+
 async def test_the_actor_gets_as_many_calls_as_it_has_places() -> None:
     """Three workers with two rewards each. The six rewards return when all are requested."""
     all_requested = asyncio.Event()

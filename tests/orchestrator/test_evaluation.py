@@ -218,8 +218,10 @@ def test_the_samples_of_a_prompt_are_scored_together_if_the_reward_sees_the_grou
 
 async def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path: Path) -> None:
     held_out = HeldOut([(prompt, Encoded((1, 2))) for prompt in prompts(3)], Scorer(right={0}))  # type: ignore[arg-type]
-    evaluation = {"samples": 2, "sets": {"again": {"data": {"path": "rows.jsonl"}, "greedy": False, "samples": 2}}}
-    parts = evaluator(tmp_path, Scorer(right={0}), sets={"again": held_out}, evaluation=evaluation)
+    sampled_set = {"data": {"path": "rows.jsonl"}, "greedy": False, "samples": 2}
+    evaluation = {"samples": 2, "sets": dict.fromkeys(("again", "offlineagain"), sampled_set)}
+    sets = dict.fromkeys(("again", "offlineagain"), held_out)
+    parts = evaluator(tmp_path, Scorer(right={0}), sets=sets, evaluation=evaluation)
     sampled = [series for series in parts[0].due(0) if series.samples > 1]
     async with collecting(parts[1]):
         for series in [*sampled, *offline(sampled, "sampled", "")]:
@@ -227,7 +229,7 @@ async def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path:
     seeds: dict[str, list[int | None]] = {}
     for request in actors(parts[1])[0].submitted:
         seeds.setdefault(request.rollout_id.split(":", 2)[2].rpartition(":")[0], []).append(request.sampling.seed)
-    assert len({*seeds["sampled"], *seeds["again:sampled"]}) == 12
+    assert len({*seeds["sampled"], *seeds["again:sampled"], *seeds["offlineagain:sampled"]}) == 18
     assert seeds["offline:sampled"] == seeds["sampled"], "`asyncrl evaluate` repeats the samples"
     assert seeds["offline-again:sampled"] == seeds["again:sampled"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from stand_ins import prompts
@@ -11,6 +13,7 @@ from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.tokenizer import character_tokenizer
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, SKIPPED_NAMED, PromptSource
 from asyncrl_cli.records.prompt import Prompt
 
@@ -47,6 +50,19 @@ def test_candidates_have_serials_and_the_loaders_position() -> None:
     assert [TOKENIZER.decode(candidate.prompt_ids) for candidate in candidates] == ["4", "1", "2", "1"]
     positions = [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates]
     assert positions == [(0, 0), (0, 1), (0, 3), (1, 1)]
+
+
+async def test_a_programs_own_prompt_is_recorded_with_a_position_that_passes_over_no_row() -> None:
+    stream = source(["1", "2", "3"])
+    stream.encoder.sees_images = True
+    own_prompts = [Prompt("outside/a", "4"), None]
+    stream._outside = cast("OutsideSessions", SimpleNamespace(own_prompt=own_prompts.pop))
+    assert await stream.prepare(2) == 2
+    admitted = [stream.candidate() for _ in range(2)]
+    assert [(candidate.prompt.uid, candidate.loader["position"]) for candidate in admitted] == [
+        ("p0", 1),
+        ("outside/a", 1),
+    ]
 
 
 @pytest.mark.parametrize("admitted", range(8))

@@ -433,6 +433,7 @@ async def test_restore_writes_the_version_of_an_earlier_driver() -> None:
     await other.publisher.restore()
     assert [kind for kind, *_ in other.notes] == ["weights"]
     assert "made version 2 again with other bits" in other.notes[0][2]
+    assert [record.checksum for record in other.recorded] == [unrecorded.sum(2)], "as engines had"
 
 
 async def test_publish_writes_a_version_again_that_is_lost_before_its_digests_are_known() -> None:

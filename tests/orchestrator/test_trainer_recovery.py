@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from stand_ins import Notes, run
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPassed
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.worker import FullGpu
 
 pytestmark = pytest.mark.slow
@@ -247,6 +250,18 @@ def test_weights_follow_from_the_batches_in_order_whichever_call_dies(data: st.D
         assert ranks.checkpoints.items() >= saved.items()
 
     run(check())
+
+
+async def test_a_batch_that_the_journal_lacks_ends_the_run_with_a_remedy() -> None:
+    async def no_batch(step: int) -> TrainingBatch:
+        raise LookupError(f"step {step} has no batch")
+
+    harness = Harness(Ranks())
+    harness.trainer.buffer = cast("Buffer", SimpleNamespace(batch=no_batch))
+    harness.trainer.run = cast("RunDirectory", SimpleNamespace(argument="sums"))
+    with pytest.raises(RunError, match="step 1 cannot be trained again: step 0 has no batch") as raised:
+        await harness.trainer.catch_up(2)
+    assert "--without-journal" in (raised.value.hint or "")
 
 
 async def test_full_gpu_halves_micro_batches_of_that_batch_and_the_next_process_knows() -> None:

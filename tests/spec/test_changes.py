@@ -160,6 +160,20 @@ def test_a_refusal_has_its_reason(path: str, value: Any, why: str) -> None:
         assert problem.hint
 
 
+def test_an_evaluation_set_keeps_its_prompts_and_its_task() -> None:
+    def with_sets(**sets: Any) -> ExperimentSpec:
+        return validated(set_at(WHOLE, "evaluation.sets", sets))
+
+    before = with_sets(a={"data": {"size": 8}}, b={"data": {"size": 8}})
+    after = with_sets(a={"data": {"size": 8}, "every": 3}, c={"data": {"size": 9}})
+    changes = check_changes(before, after)
+    assert [change for change in changes if ".a." in change] == ["evaluation.sets.a.every=3"]
+    assert {change.split(".")[2] for change in changes} == {"a", "b", "c"}, "sets may come and go"
+    for settings in ({"data": {"size": 9}}, {"data": {"size": 8}, "greedy": False}):
+        with pytest.raises(SpecError, match="give the changed set another name"):
+            check_changes(before, with_sets(a=settings, b={"data": {"size": 8}}))
+
+
 def test_all_refusals_are_reported_together() -> None:
     after = set_at(set_at(set_at(WHOLE, "seed", 1), "rollout.group_size", 2), "pipeline.max_staleness", 1)
     with pytest.raises(SpecError) as error:
@@ -268,6 +282,8 @@ def test_changes_of_the_training_are_found_in_a_note() -> None:
     parts = ["algorithm.reward_parts.format-ok=0.5", "algorithm.reward_parts.is short=None"]
     assert training_changes(f"stop.steps=20, {', '.join(parts)}, seed=1") == parts
     assert training_changes("") == []
+    exact = "rollout.dtype=bfloat16, pipeline.weight_update=recompute, pipeline.max_staleness=2"
+    assert training_changes(f"{exact}, pipeline.ahead=2") == exact.split(", "), "they decide which tokens are exact"
 
 
 @pytest.mark.parametrize("change", ["model.path=other/model", "model.init=null", "data.train.path=none.jsonl"])

@@ -86,6 +86,12 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
             "evaluation.sets.b.data.path",
             "a mix of tasks; give the set one task, as evaluation.sets.b.task.use",
         ),
+        ("{mix: [{name: outside, use: exact}]}", "task.mix.0.name", "`outside` is reserved"),
+        (
+            "{use: exact}\nevaluation: {sets: {offline: {data: {size: 2}}}}",
+            "evaluation.sets.offline",
+            "`offline` is reserved",
+        ),
         (f"{{use: exact}}\n{a_set_with('{use: mahts}')}", f"{SET}.use", "did you mean `math`?"),
         (f"{{use: exact}}\n{a_set_with('{}')}", SET, f"give {SET}.use (one task) or {SET}.mix (several)"),
         (f"{{use: exact}}\n{a_set_with('{use: exact, mix: [{name: a, use: math}]}')}", f"{SET}.use", "to null"),

@@ -30,6 +30,12 @@ READY_TASKS = {
     "prompts": "asyncrl_cli.tasks.ready.matching:Prompts",
 }
 """The ready tasks and their classes."""
+RESERVED_TASKS = {
+    "mean": "the metric reward/mean covers all tasks together",
+    "correct": "the metric reward/correct covers all tasks together",
+    "outside": "uids of prompts from outside programs begin with it",
+}
+"""Names that no task of a mix may have, and why."""
 EXTERNAL = "external"
 """The ready task that programs outside of the run play."""
 GYM = "gym/"
@@ -69,14 +75,17 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
                 yield Problem(
                     f"{key}.mix.{index}.name", f"`{name}` is the name of another task, too", "use another name"
                 )
-            if name in ("mean", "correct"):
-                message = f"`{name}` is reserved: the metric reward/{name} covers all tasks together"
+            if name in RESERVED_TASKS:
+                message = f"`{name}` is reserved: {RESERVED_TASKS[name]}"
                 yield Problem(f"{key}.mix.{index}.name", message, "use another name")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
         if spec.task.mix and split is not None and split.path is not None:
             hint = f"give the file to a member, as task.mix.0.{split_name}.path, and only a size here"
             yield Problem(f"data.{split_name}.path", "cannot be combined with task.mix", hint)
     for name, each in spec.evaluation.sets.items():
+        if name == "offline":
+            message = f"`{name}` is reserved: evaluations by `asyncrl evaluate` have this name"
+            yield Problem(f"evaluation.sets.{name}", message, "use another name")
         if (each.task or spec.task).mix and each.data.path is not None:
             hint = f"give the set one task, as evaluation.sets.{name}.task.use, or only a size here"
             yield Problem(f"evaluation.sets.{name}.data.path", "cannot be combined with a mix of tasks", hint)
