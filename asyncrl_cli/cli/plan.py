@@ -147,6 +147,9 @@ def calibration_overrides(spec: ExperimentSpec) -> list[str]:
         f"stop.steps={versions * pipeline.publish_every}",
         "stop.epochs=null",
         "evaluation.every=0",
+        "evaluation.sets={}",
+        "data.eval=null",
         "checkpoints.every=0",
+        "checkpoints.upload=null",
         "algorithm.critic.warmup_steps=0",
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.resolved import setting, value_at
-from asyncrl_cli.spec.algorithm import GROUP_BASELINES
+from asyncrl_cli.spec.algorithm import GROUP_BASELINES, RUNNING_BASELINE, TURN_BASELINES
 from asyncrl_cli.spec.rules.base import argument_name
 from asyncrl_cli.spec.rules.quantization import FP8_ENGINES
 
@@ -122,6 +122,7 @@ class HealthWatch:
         """The findings of all steps, in the order in which they began."""
         self.steps_without_learning = 0
         """Newest steps in a row in which nothing was learned (``stop.on_unhealthy``)."""
+        self._idle_steps = 0
         self._history = _History(spec)
         self._series = {rule: _Series() for rule in RULES}
         for metrics in history:
@@ -140,7 +141,8 @@ class HealthWatch:
         if history.compares_groups and history.equal_groups and not history.teaching_groups:
             verdicts.append(f"0 of {history.equal_groups:,} groups had different rewards: nothing was learned")
         elif steps and steps == last_step:
-            verdicts.append(f"no weight changed in {counted(steps, 'step')}: nothing was learned")
+            cause = "no weight changed" if self._idle_steps == steps else "all rewards were equal"
+            verdicts.append(f"{cause} in {counted(steps, 'step')}: nothing was learned")
         elif steps >= FIRST_STEPS:
             verdicts.append(f"nothing was learned in steps {last_step - steps + 1} to {last_step}")
         return verdicts + [finding.text for finding in self.open_findings]
@@ -149,6 +151,7 @@ class HealthWatch:
         """Judge the next step. Returns the findings that began or ended with it."""
         self._history.add(metrics)
         self.steps_without_learning = self.steps_without_learning + 1 if self._history.learned_nothing else 0
+        self._idle_steps = self._idle_steps + 1 if self._history.is_idle else 0
         return [finding for rule, series in self._series.items() for finding in self._judge(rule, series)]
 
     def _judge(self, rule: Rule, series: _Series) -> Iterable[HealthFinding]:
@@ -225,11 +228,13 @@ class _History:
         self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
         # A distilled policy does not learn from rewards.
         self.has_rewards = value_at(spec, "algorithm.reward_coef") != 0
-        # Otherwise the algorithm compares other rewards than the recorded ones, which may all be equal.
-        self.compares_recorded_rewards = not any(
-            value_at(spec, f"algorithm.{key}") for key in ("reward_parts", "overlong_penalty")
-        )
+        # Otherwise the algorithm compares other numbers than a step's recorded rewards, which may all be equal.
         uniform, estimator = (value_at(spec, f"algorithm.{key}") for key in ("uniform_groups", "advantage"))
+        self.compares_recorded_rewards = (
+            estimator not in (*TURN_BASELINES, RUNNING_BASELINE)
+            and ":" not in (estimator or "")
+            and not any(value_at(spec, f"algorithm.{key}") for key in ("reward_parts", "overlong_penalty"))
+        )
         self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_BASELINES))
         # Otherwise different steps have different kinds of prompts.
         prompts_change = value_at(spec, "data.filter")
@@ -281,8 +286,12 @@ class _History:
         """True if the newest step changed no weight, or its rewards could teach nothing."""
         if self.step <= self.critic_warmup or self.is_solved:
             return False
-        idle = 0.0 in (self.value("train/updates"), self.value("train/gradient_norm"))
-        return idle or self.has_equal_rewards
+        return self.is_idle or self.has_equal_rewards
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the newest step changed no weight."""
+        return 0.0 in (self.value("train/updates"), self.value("train/gradient_norm"))
 
 
 def _equal_groups(history: _History, _: float, __: bool) -> Symptom:

@@ -31,16 +31,17 @@ class SkipLimit:
     def __init__(self, max_skipped: int) -> None:
         """``max_skipped``: updates in a row that may be skipped."""
         self._max_skipped = max_skipped
-        self._in_a_row = 0
+        self._in_a_row = dict[str, int]()
 
-    def note(self, result: UpdateResult) -> None:
-        """Count one update. Raises ``RunError`` when too many in a row were skipped."""
-        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
-        if self._in_a_row > self._max_skipped:
+    def note(self, result: UpdateResult, learning_rate: str = "trainer.optimizer.learning_rate") -> None:
+        """Count one update of the network with this ``learning_rate``, a key of the spec. Raises ``RunError`` when too
+        many in a row were skipped."""
+        in_a_row = self._in_a_row[learning_rate] = self._in_a_row.get(learning_rate, 0) + 1 if result.skipped else 0
+        if in_a_row > self._max_skipped:
             raise RunError(
-                f"the loss or its gradient was not finite in {self._in_a_row} updates in a row",
+                f"the loss or its gradient was not finite in {in_a_row} updates in a row",
                 location="trainer",
-                hint="lower trainer.optimizer.learning_rate, or resume from an earlier checkpoint; "
+                hint=f"lower {learning_rate}, or resume from an earlier checkpoint; "
                 "trainer.max_skipped_updates is the number that may be skipped in a row",
             )
 

@@ -111,7 +111,7 @@ def update_critic(learner: Learner, minibatch: Minibatch, factor: float) -> dict
         nonfinite_guard.backward(critic, loss)
         total = sums if total is None else total + sums
         learner.finished_microbatches += 1
-    nonfinite_guard.step(critic)
+    learner.limit.note(nonfinite_guard.step(critic), "algorithm.critic.learning_rate")
     assert total is not None
     of_update = reduce_over_ranks(total, critic.device, data_group(spec.trainer))
     return {f"critic/{name}": value for name, value in of_update.summary().items()}

@@ -239,6 +239,18 @@ def test_even_two_steps_that_taught_nothing_have_a_verdict(bad: Changes, verdict
     assert HealthWatch(SPEC, steps(2, lambda _: bad)).verdicts == [verdict]
 
 
+def test_updates_with_equal_rewards_are_not_called_idle() -> None:
+    run_spec = spec(algorithm={"advantage": "gae", "uniform_groups": "train"})
+    watch = HealthWatch(run_spec, steps(20, lambda _: rewards(0.0, std=0.0)))
+    assert watch.verdicts[0] == "all rewards were equal in 20 steps: nothing was learned"
+
+
+@pytest.mark.parametrize("advantage", ["turn_norm", "running_baseline", "my_advantages:by_length"])
+def test_equal_rewards_end_no_run_whose_advantages_compare_something_else(advantage: str) -> None:
+    run_spec = spec(algorithm={"advantage": advantage, "uniform_groups": "train"})
+    assert HealthWatch(run_spec, steps(60, lambda _: rewards(0.5, std=0.0))).steps_without_learning == 0
+
+
 def test_a_run_that_stopped_learning_has_a_verdict_before_its_findings() -> None:
     verdicts = HealthWatch(SPEC, steps(12, from_cause(IDLE | rewards(0.0, uniform=1.0)))).verdicts
     assert verdicts[0] == "nothing was learned in steps 6 to 12"

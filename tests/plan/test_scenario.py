@@ -21,7 +21,9 @@ QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
     ],
 )
 def test_a_valid_spec_can_be_calibrated(overrides: list[str], groups: int, steps: int) -> None:
-    overrides = ["pipeline.max_staleness=4", "pipeline.groups_per_step=32", *overrides]
+    evaluated = ["evaluation.sets={more: {data: {size: 2}, every: 4}}", "checkpoints.upload=memory://copies"]
+    overrides = ["pipeline.max_staleness=4", "pipeline.groups_per_step=32", *evaluated, *overrides]
     changes = calibration_overrides(load_spec(QUICKSTART, overrides).spec)
     calibration = load_spec(QUICKSTART, [*overrides, *changes]).spec
     assert (calibration.pipeline.groups_per_step, calibration.stop.steps) == (groups, steps)
+    assert (calibration.evaluation.sets, calibration.data.eval, calibration.checkpoints.upload) == ({}, None, None)

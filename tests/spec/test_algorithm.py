@@ -121,6 +121,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "without a bound"),
         (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "equal rewards, which have gradients"),
         (["algorithm.advantage=turn_norm", "algorithm.uniform_groups=skip"], "equal rewards, which have gradients"),
+        (["algorithm.advantage=my_advantages:by_length"], "with advantage my_advantages:by_length, skip excludes"),
         (["algorithm.preset=rloo", "algorithm.kl_coef=0.05"], "also from kl_coef"),
         (["algorithm.entropy_coef=0.01"], "also from entropy_coef"),
         (["algorithm.gamma=0.5"], "without advantage: gae or one of turns"),

@@ -146,6 +146,17 @@ def test_one_source_may_be_trained_and_evaluated_on_by_split(write: Write) -> No
     alone = load_spec(write(f"{HEAD}data: {{train: {{path: 'hf:a/b', split: train}}}}\n"))
     assert (alone.spec.data.eval, alone.warnings) == (None, ()), "without held-out prompts nothing is evaluated"
     assert warned("train", "train") == ["data.eval.path"]
+    assert warned("train", "'train[:200]'") == ["data.eval.path"]
+    assert warned("'train[200:]'", "'train[:200]'") == []
+
+
+def test_a_member_of_a_mix_that_is_evaluated_on_its_training_rows_is_reported(write: Write) -> None:
+    write("", "rows.jsonl")
+    member = "{name: a, use: exact, train: {path: rows.jsonl}, eval: {path: rows.jsonl}}"
+    loaded = load_spec(write(HEAD.replace("{use: chain_sum}", f"{{mix: [{member}]}}")))
+    assert [(problem.path, problem.message) for problem in loaded.warnings] == [
+        ("task.mix.0.eval.path", "the held-out prompts are also trained on")
+    ]
 
 
 def test_a_column_beside_a_template_is_reported(write: Write) -> None:
@@ -186,6 +197,7 @@ def test_a_loaded_spec_names_the_files_of_a_pattern(write: Write, monkeypatch: p
         ("", "data.eval", "set data.eval to null"),
         ("model: {path: a/b, max_images: 1}", "model.max_images", "no images yet"),
         ("data: {eval: null}", "rollout.group_size", "each for one rollout"),
+        ("data: {eval: null}\nstop: {epochs: 3}", "stop.epochs", "so there are no epochs"),
         ("data: {eval: null, filter: {}}", "data.filter", "choose when a prompt is played"),
         ("data: {eval: null}\nevaluation: {sets: {a: {data: {size: 1}}}}", "evaluation.sets.a.task", "of its own"),
         ("task: {use: external, sandbox: {}}", "task.sandbox", "run elsewhere"),

@@ -72,6 +72,12 @@ def test_the_workers_module_path_is_not_the_commands(
     assert (tmp_path / "path").read_text().strip() == seen
 
 
+def test_variables_are_texts() -> None:
+    with pytest.raises(TaskError, match="is not a mapping of texts") as raised:
+        Command("true", env={"DEBUG": 1})  # type: ignore[dict-item]
+    assert raised.value.location == "task.options.env" and "in quotes" in (raised.value.hint or "")
+
+
 def test_a_prompt_too_long_for_the_environment_is_in_the_file() -> None:
     code = "import json, os; print(len(json.load(open(os.environ['ASYNCRL_PROMPT_FILE']))['prompt']))"
     assert play(python(code), Prompt("long", "x" * 500_000)) == 500_000.0

@@ -22,3 +22,12 @@ def test_the_run_stops_at_the_first_row_of_too_many(skipped: list[bool], most: i
                 limit.note(result)
             return
         limit.note(result)
+
+
+def test_the_critic_has_a_limit_of_its_own() -> None:
+    limit, critic = SkipLimit(1), "algorithm.critic.learning_rate"
+    limit.note(UpdateResult(math.nan, True), critic)
+    limit.note(UpdateResult(1.0, False))
+    with pytest.raises(RunError, match="2 updates in a row") as raised:
+        limit.note(UpdateResult(math.nan, True), critic)
+    assert raised.value.hint is not None and raised.value.hint.startswith(f"lower {critic}")

@@ -166,6 +166,8 @@ def external_task(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"{spec.rollout.group_size}, and programs bring their own prompts, each for one rollout"
         hint = "set it to 1 with algorithm.preset single_rollout, or give the run prompts in data.train.path"
         yield Problem("rollout.group_size", message, hint)
+    if spec.data.train.path is None and spec.stop.epochs is not None:
+        yield Problem("stop.epochs", "programs bring the prompts, so there are no epochs", "set stop.steps")
     if spec.data.filter is not None:
         yield Problem("data.filter", "programs of `external` choose when a prompt is played", "remove it")
     if not spec.rollout.gateway.port:
@@ -189,16 +191,24 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
         if split.image_column is not None and not spec.model.max_images:
             hint = "set it to the number of images that a row may have"
             yield Problem("model.max_images", f"0, and {key}.image_column names a column of images", hint)
-    train, held_out = spec.data.train, spec.data.eval
-    if held_out is None or (train.config, train.split) != (held_out.config, held_out.split):
-        return
-    if shared_paths := sorted(set(train.paths) & set(held_out.paths)):
-        subject = (
-            "the held-out prompts are"
-            if shared_paths == sorted(held_out.paths)
-            else f"the prompts of {shared_paths[0]} are"
-        )
-        yield warning("data.eval.path", f"{subject} also trained on", "use another file")
+    members_splits = [(f"task.mix.{index}", member.train, member.eval) for index, member in enumerate(spec.task.mix)]
+    for key, train, held_out in [("data", spec.data.train, spec.data.eval), *members_splits]:
+        if train is None or held_out is None or not _may_overlap(train, held_out):
+            continue
+        if shared_paths := sorted(set(train.paths) & set(held_out.paths)):
+            subject = (
+                "the held-out prompts are"
+                if shared_paths == sorted(held_out.paths)
+                else f"the prompts of {shared_paths[0]} are"
+            )
+            yield warning(f"{key}.eval.path", f"{subject} also trained on", "use another file")
+
+
+def _may_overlap(first: SplitSpec, second: SplitSpec) -> bool:
+    """True if splits of one source have rows in common. Two different slices count as distinct."""
+    parts = [(split.split or "").partition("[") for split in (first, second)]
+    same_split = parts[0][0] == parts[1][0] and (parts[0] == parts[1] or not (parts[0][1] and parts[1][1]))
+    return first.config == second.config and same_split
 
 
 def _source_fault(path: str, several: bool) -> str:

@@ -83,7 +83,8 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
     if spec.rollout.group_size == 1:
         message = f"the rewards of a group of one are always equal, so {algorithm.uniform_groups} excludes every group"
         yield Problem("algorithm.uniform_groups", message, "set it to train, or raise rollout.group_size")
-    elif algorithm.advantage in ("none", GAE, *TURN_BASELINES) and algorithm.uniform_groups == "skip":
+    is_users = ":" in algorithm.advantage
+    if (is_users or algorithm.advantage in ("none", GAE, *TURN_BASELINES)) and algorithm.uniform_groups == "skip":
         message = f"with advantage {algorithm.advantage}, skip excludes groups with equal rewards, which have gradients"
         yield warning("algorithm.uniform_groups", message, "set it to train")
 

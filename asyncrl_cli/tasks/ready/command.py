@@ -24,6 +24,7 @@ import os
 import shlex
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
@@ -69,9 +70,13 @@ class Command:
                 location="task.options.command",
                 hint="write what you would type, such as `python $ASYNCRL_FOLDER/agent.py`",
             )
+        variables = {} if env is None else env
+        if not isinstance(variables, Mapping) or not all(isinstance(text, str) for text in chain(*variables.items())):
+            hint = 'put numbers in quotes, such as {DEBUG: "1"}'
+            raise TaskError(f"{env!r} is not a mapping of texts", location="task.options.env", hint=hint)
         self.name = f"command {command!r}"
         self._command = command
-        self._env = dict(env or {})
+        self._env = dict(variables)
         self._reward: FunctionTask | None = None
         if reward is not None:
             location, hint = "task.options.reward", "name a function as module:function, in a file next to the spec"
