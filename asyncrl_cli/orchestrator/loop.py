@@ -51,7 +51,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.uploads import Uploads
-from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
+from asyncrl_cli.orchestrator.watchdog import DRIVER, TRAINER, Watchdog
 from asyncrl_cli.records.groups import Opening, TakenBatch
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
@@ -334,7 +334,7 @@ class Orchestrator:
         return self._step >= (self._written_version + 1) * self.spec.pipeline.publish_every
 
     async def _take(self) -> TakenBatch:
-        with self.watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
+        with self.watchdog.waiting(TRAINER, f"the batch of step {self._step + 1}") as wait:
             while True:
                 answer = await self.buffer.take(self._step)
                 if isinstance(answer, TakenBatch):
@@ -391,7 +391,7 @@ class Orchestrator:
 
     async def _finish_evaluation(self, purpose: str) -> None:
         if self._evaluation is not None:
-            await self.watchdog.until(self._evaluation, GENERATION, purpose)
+            await self.watchdog.until(self._evaluation, TRAINER, purpose)
         self._evaluation, self._fixed_version = None, False
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:

@@ -187,13 +187,13 @@ def times_on(node: Node, bundle: Resources) -> int:
 
 def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
     """A text about the resources that ``count`` bundles need, and the free resources of the usable ``nodes``."""
-    kinds = [resource for resource, amount in bundle.items() if amount]
+    required = [resource for resource, amount in bundle.items() if amount]
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(bundle)}"
     if not nodes:
         return f"it needs {needs}; the cluster has no node that it may use"
     room = []
     for node in nodes:
-        free = (f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} {kind}s" for kind in kinds)
+        free = (f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in required)
         room.append(f"{', '.join(free)} on {node}")
     return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {_listed(room)}"
 

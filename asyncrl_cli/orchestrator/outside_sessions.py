@@ -73,7 +73,7 @@ class OutsideSession:
     access: ModelAccess | None = None
     handed_out: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     result: asyncio.Future[Scored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    end_recorded: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done once the journal has the result, or the group has ended without it."""
     deadline: float = 0.0  # unix time; 0: the episode has not begun
 
@@ -162,7 +162,7 @@ class OutsideSessions:
     def conclude(self, rollout_id: str) -> None:
         """A rollout has ended. The journal has its result, unless its group ended without it."""
         if (session := self._sessions.pop(rollout_id, None)) is not None:
-            session.ended.set_result(None)
+            session.end_recorded.set_result(None)
         if rollout_id in self._offers:
             self._offers.remove(rollout_id)
 
@@ -303,7 +303,7 @@ class OutsideSessions:
             raise _second_reward(name)
         if gives_up:
             return {"session": name, "status": "given up"}
-        await asyncio.shield(session.ended)
+        await asyncio.shield(session.end_recorded)
         return await self._ended_with(name, score)
 
     async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:

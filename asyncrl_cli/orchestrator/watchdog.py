@@ -19,7 +19,7 @@ LONGEST_LOOK_S = 5.0
 """Longest time in seconds between two checks."""
 DRIVER = "the driver"
 """The part that waits for the trainer and for engines."""
-GENERATION = "the trainer"
+TRAINER = "the trainer"
 """The part that waits for rollouts."""
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Watchdog:
     def progress(self) -> None:
         """Tokens were generated or responses scored: restart the clocks of waits for rollouts."""
         for wait in self._waits:
-            if wait.who == GENERATION:
+            if wait.who == TRAINER:
                 wait.progress()
 
     def caught_up(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
+from asyncrl_cli.orchestrator.watchdog import TRAINER, Wait, Watchdog
 
 LIMIT_S = 1000.0
 LOOKS = 20
@@ -110,7 +110,7 @@ async def test_tokens_are_progress_for_waits_for_generation_and_a_repeated_step_
     harness = Harness()
     with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a wait that is over", 2 * LIMIT_S):
         raise ValueError("oh")
-    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S) as wait:
+    with harness.waiting(TRAINER, "a batch", 2 * LIMIT_S) as wait:
         harness.dog.progress()
         await harness.look()
         assert harness.warned == []
