@@ -318,28 +318,25 @@ class RolloutScheduler:
         await self.client.cancel(ids)
 
     def _check(self) -> None:
+        failure = next(iter(self.failures.recent), UNSCORED_FAILURE)
+        location = failure.location or "rollout"
+        logs = f"{'' if failure.location else 'engine-*.log, '}scorer.log and episode-worker-*.log"
+        remedy = f"fix the cause (see {logs} in the run's logs)"
+        if failure == UNSCORED_FAILURE:
+            remedy = "let the reward return a number for more responses"
         if message := self.failures.too_many():
-            failure = self.failures.recent[0]
-            logs = f"{'' if failure.location else 'engine-*.log, '}scorer.log and episode-worker-*.log"
-            remedy = f"fix the cause (see {logs} in the run's logs)"
-            if failure == UNSCORED_FAILURE:
-                remedy = "let the reward return a number for more responses"
-            raise RunError(
-                message, location=failure.location or "rollout", hint=f"{remedy}, or raise rollout.max_failed_share"
-            )
-        if self.rejected_in_a_row.total() >= self.spec.pipeline.max_rejected_in_a_row:
-            uniform = self.rejected_in_a_row["uniform"] * 2 >= self.rejected_in_a_row.total()
-            failed = self.rejected_in_a_row["failed"] > self.rejected_in_a_row["unscored"]
-            remedy = "fix the cause of the failures" if failed else "let the reward return a number for more responses"
-            raise RunError(
-                f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "
-                f"{self._reasons()}",
-                location="algorithm.uniform_groups" if uniform else "task",
-                hint="use a task that the model sometimes solves, set algorithm.uniform_groups to skip, or raise "
-                "pipeline.max_rejected_in_a_row"
-                if uniform
-                else remedy,
-            )
+            raise RunError(message, location=location, hint=f"{remedy}, or raise rollout.max_failed_share")
+        rejected_count = self.rejected_in_a_row.total()
+        if rejected_count < self.spec.pipeline.max_rejected_in_a_row:
+            return
+        if self.rejected_in_a_row["uniform"] * 2 >= rejected_count:
+            location = "algorithm.uniform_groups"
+            remedy = "use a task that the model sometimes solves, set algorithm.uniform_groups to skip"
+        raise RunError(
+            f"the last {rejected_count} groups were all rejected, so no batch can be made: {self._reasons()}",
+            location=location,
+            hint=f"{remedy}, or raise pipeline.max_rejected_in_a_row",
+        )
 
     def _reasons(self) -> str:
         reasons = self.rejected_in_a_row.most_common()

@@ -406,6 +406,18 @@ async def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
     assert warnings == ["the last 8 groups are rejected: all rewards of the group are equal"]
 
 
+async def test_when_everything_fails_the_remedy_is_the_failures_cause(tmp_path: Path) -> None:
+    limits = {"rollout": {"group_size": 2, "max_failed_share": 1.0}, "pipeline": {"max_rejected_in_a_row": 3}}
+    with end_of_run() as errors:
+        async with source(tmp_path, **limits) as harness:
+            harness.scorer.rule = lambda text: RewardFailure("f failed: KeyError: 'solution'", "/my_reward.py:3")
+            for group_id in range(4):
+                await harness.end(f"{group_id}-0")
+            raise AssertionError("it continues")
+    assert errors[0].location == "/my_reward.py:3"
+    assert (errors[0].hint or "").startswith("fix the cause")
+
+
 async def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_path: Path) -> None:
     async with source(tmp_path, **GROUPS_OF_3) as harness:
         harness.scorer.rule = lambda text: None if text.endswith(("0-0", "1-0", "1-2")) else float(text[-1])
