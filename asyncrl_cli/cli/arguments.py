@@ -98,6 +98,10 @@ RunName = Annotated[
     ),
 ]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder that contains all runs.")]
+NewRunsDir = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", metavar="DIR", help="The folder that contains all runs. Default: runs, or the spec's."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 Overrides = Annotated[
     list[str] | None,

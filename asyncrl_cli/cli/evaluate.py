@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, Step, run_names
+from asyncrl_cli.cli.arguments import AsJson, NewRunsDir, Overrides, Step, run_names
 from asyncrl_cli.cli.output import echo, echo_json, start_checks
 from asyncrl_cli.cli.running import refusing, search_path
 from asyncrl_cli.cli.serve import initial_model, is_spec
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.inspect.pages import table
 from asyncrl_cli.runs.catalogue import find_run
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.evaluation import Evaluation
@@ -69,7 +69,7 @@ def evaluate(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: NewRunsDir = None,
 ) -> None:
     """Evaluate a model with the engines, the task and the data of a spec, without training.
 
@@ -117,7 +117,7 @@ def evaluate(
             settings = settings.model_copy(update={"rollout": experiment.spec.rollout})
             model = initial_model(settings)
             # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
-            folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
+            folder = RunDirectory.create((runs_dir or settings.runs_dir) / "evaluate", settings.name)
             manifest = describe_start(modules / "spec.yaml") | {EVALUATED: target}
             folder.begin(dump_spec(settings, loaded_spec.references), 0, manifest)
             served = served_folder(settings, model, logs=folder.path / "logs", description=f"the model of {target}")
@@ -135,7 +135,7 @@ def evaluate(
 
 
 def _read_target(
-    target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path
+    target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path | None
 ) -> TargetSpec:
     from asyncrl_cli.orchestrator.serving import saved_model
     from asyncrl_cli.spec.load import load_recorded, load_spec
@@ -151,7 +151,7 @@ def _read_target(
         runs = (parent for parent in Path(model).parents if (parent / "manifest.json").is_file())
         owner = next(map(RunDirectory, runs), None)
     else:
-        run = owner = find_run(runs_dir, target)
+        run = owner = find_run(runs_dir or DEFAULT_RUNS, target)
     if spec_file is not None:
         load, modules = partial(load_spec, spec_file), spec_file.absolute().parent
     elif owner is not None:

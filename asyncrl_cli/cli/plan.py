@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, run_names
+from asyncrl_cli.cli.arguments import AsJson, NewRunsDir, Overrides, run_names
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def plan(
         ),
     ] = None,
     as_json: AsJson = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: NewRunsDir = None,
 ) -> None:
     """Predict a spec's step time, the waiting time on each side, and the groups' staleness.
 
@@ -47,15 +47,16 @@ def plan(
     """
     from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.directory import DEFAULT_RUNS
     from asyncrl_cli.spec.load import load_spec
 
     if calibrate and calibrate_from is not None:
         raise typer.BadParameter("cannot be combined with --calibrate-from", param_hint="--calibrate")
     experiment_spec = load_spec(spec, overrides or ()).spec
     if calibrate:
-        run = calibration_run(spec, overrides or ())
+        run = calibration_run(spec, overrides or (), runs_dir)
     elif calibrate_from is not None:
-        run = find_run(runs_dir, calibrate_from)
+        run = find_run(runs_dir or DEFAULT_RUNS, calibrate_from)
     else:
         raise ConfigError(
             "nothing is measured, so nothing can be predicted",
@@ -115,7 +116,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     }
 
 
-def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
+def calibration_run(path: Path, overrides: Sequence[str], runs_dir: Path | None) -> RunDirectory:
     """Train a few steps with one engine and as few trainer ranks as possible. Batches are scaled to the ranks."""
     from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.cli.running import drive
@@ -128,7 +129,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     steps = loaded_spec.spec.stop.total
     with start_checks(loaded_spec.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
-    run = RunDirectory.create(loaded_spec.spec.runs_dir, f"{loaded_spec.spec.name}-calibration")
+    run = RunDirectory.create(runs_dir or loaded_spec.spec.runs_dir, f"{loaded_spec.spec.name}-calibration")
     run.begin(dump_spec(experiment.spec, loaded_spec.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run

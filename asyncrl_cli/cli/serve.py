@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
+from asyncrl_cli.cli.arguments import NewRunsDir, Overrides, Step, run_names
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import DEFAULT_RUNS
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -35,7 +36,7 @@ def serve(
     step: Step = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the server is ready.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: NewRunsDir = None,
 ) -> None:
     """Serve a model to any OpenAI client, without training, until Ctrl-C.
 
@@ -45,11 +46,11 @@ def serve(
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
     if is_spec(target):
-        served = _served_spec(Path(target), changes, step)
+        served = _served_spec(Path(target), changes, step, runs_dir)
     else:
         from asyncrl_cli.spec.load import load_recorded
 
-        run = find_run(runs_dir, target)
+        run = find_run(runs_dir or DEFAULT_RUNS, target)
         spec = load_recorded(run.path, changes).spec
 
         from asyncrl_cli.orchestrator.serving import served_run
@@ -81,7 +82,7 @@ def serve(
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _served_spec(path: Path, changes: list[str], step: int | None) -> Served:
+def _served_spec(path: Path, changes: list[str], step: int | None, runs_dir: Path | None) -> Served:
     from asyncrl_cli.spec.load import load_spec
 
     if step is not None:
@@ -91,7 +92,7 @@ def _served_spec(path: Path, changes: list[str], step: int | None) -> Served:
     from asyncrl_cli.orchestrator.serving import served_folder
 
     model = initial_model(spec)
-    logs = spec.runs_dir.absolute() / "serve" / spec.name
+    logs = (runs_dir or spec.runs_dir).absolute() / "serve" / spec.name
     return served_folder(spec, model, logs=logs, description=f"the initial model of {spec.name}")
 
 

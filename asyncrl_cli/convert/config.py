@@ -116,6 +116,19 @@ class ForeignConfig:
             return 0.0
         return value if math.isfinite(value) else 0.0
 
+    def weights(self, name: str, parts: Sequence[str]) -> dict[str, float]:
+        """Return the list ``name`` as a weight for each of ``parts``; 1.0 for all if it has another length. Raises
+        ``ConfigError`` if a weight is not a number."""
+        values = self.get(name)
+        if not isinstance(values, list) or len(values) != len(parts):
+            return dict.fromkeys(parts, 1.0)
+        try:
+            return {part: float(value) for part, value in zip(parts, values, strict=True)}
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{values} are not numbers", location=name, hint="give a number for each reward"
+            ) from None
+
     def count(self, *names: str, minimum: int | None = None) -> int:
         """Return ``get`` as a whole number; 0 if it is not a finite number. At least ``minimum``."""
         value = int(self.number(*names))

@@ -311,9 +311,7 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
         c.check("copy_rewards", module=module)
         return task | {"task.use": f"{module}:{name}"}
     names = names or ["my_reward"]
-    weights = c.get("reward_weights")
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    weights_by_name = {name.rpartition(".")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
+    weights_by_name = c.weights("reward_weights", [name.rpartition(".")[2] for name in names])
     c.check("several_rewards", functions=", ".join(f"({name}, {weight})" for name, weight in weights_by_name.items()))
     if c.get("multi_objective_aggregation") == "normalize_then_sum":
         task |= {"algorithm.reward_parts": weights_by_name, "algorithm.reward_aggregation": "normalize_then_sum"}

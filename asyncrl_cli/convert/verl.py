@@ -122,14 +122,13 @@ def _clip_low(c: ForeignConfig) -> float | None:
 
 
 def _reward_parts(c: ForeignConfig, estimator: str) -> dict[str, Any]:
-    names = [str(name) for name in c.get("algorithm.gdpo_reward_keys") or []]
-    weights = c.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
+    keys, weights = c.get("algorithm.gdpo_reward_keys"), c.get("algorithm.gdpo_reward_weights")
+    names = [str(name) for name in keys] if isinstance(keys, list) else []
     if estimator != "gdpo":
         return {"algorithm.reward_parts": None}
-    if not names or len(names) != len(weights):
+    if not names or (weights and (not isinstance(weights, list) or len(names) != len(weights))):
         c.check("unnamed_rewards")
-    weighted = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
-    return {"algorithm.reward_parts": weighted or None}
+    return {"algorithm.reward_parts": c.weights("algorithm.gdpo_reward_weights", names) or None}
 
 
 class _Pace(NamedTuple):

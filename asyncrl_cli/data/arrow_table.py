@@ -26,7 +26,7 @@ def read_table(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
     from pyarrow import csv, parquet
 
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             with parquet.ParquetFile(path, memory_map=True) as file:
                 groups: list[int] = []
                 row_count = 0
@@ -37,11 +37,12 @@ def read_table(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
                 table = file.read_row_groups(groups)
         else:
             parsing = csv.ParseOptions(newlines_in_values=True)
-            columns = csv.open_csv(path, parse_options=parsing).schema.names
+            compression = "gzip" if path.suffix.lower() == ".gz" else None
+            columns = csv.open_csv(pa.input_stream(path, compression), parse_options=parsing).schema.names
             if len(set(columns)) < len(columns) or "" in columns:
                 form.refuse(None, "duplicate or empty column names", "give each column a unique name")
             texts = csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False)
-            table = csv.read_csv(path, parse_options=parsing, convert_options=texts)
+            table = csv.read_csv(pa.input_stream(path, compression), parse_options=parsing, convert_options=texts)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")

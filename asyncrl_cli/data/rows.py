@@ -109,9 +109,10 @@ class RowForm:
 
     @property
     def spec_columns(self) -> frozenset[str]:
-        """Columns that the spec names. Every row must have them; only the default column of uids may be missing."""
+        """Columns that every row must have. The default column of uids may be missing."""
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
-        return frozenset(filter(None, (*content, self.uid_column, self.image_column)))
+        uid_column = None if self.uid_column == UID else self.uid_column
+        return frozenset(filter(None, (*content, uid_column, self.image_column)))
 
     def refuse(self, row_number: int | None, fault: str, hint: str) -> NoReturn:
         """Raise ``DataError`` for a row, or for the whole source (None)."""
@@ -125,7 +126,7 @@ class RowForm:
         """
         paths = {name: value for name in self.spec_columns if (value := value_at(columns, name, ABSENT)) is not ABSENT}
         row = {**columns, **paths}
-        for column in sorted(self.spec_columns - row.keys() - {UID}):
+        for column in sorted(self.spec_columns - row.keys()):
             hint = "add it, or name another column in the split's keys; the row has "
             self.refuse(row_number, f"no column `{column}`", hint + (", ".join(paths_in(columns)) or "none"))
         consumed = {self.uid_column, self.image_column, self.prompt_column if self.template is None else None}

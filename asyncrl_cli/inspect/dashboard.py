@@ -12,6 +12,8 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl_cli.core.terminal import plain_text
@@ -106,7 +108,8 @@ def _view(connection: sqlite3.Connection, is_active: bool, unix_time: float) -> 
     completed = steps[-1].step if steps else position.first_step
     remaining_s = None
     if is_active and len(steps) > 1:
-        step_s = (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step)
+        # The median, because the run may have been down between two steps.
+        step_s = median((later.at - earlier.at) / (later.step - earlier.step) for earlier, later in pairwise(steps))
         remaining_s = step_s * (total_steps - completed)
     # These counts come from the newest step's metrics: counting here would scan all groups.
     counts = {name: int(metrics.get(f"buffer/groups_{name}", 0)) for name in ("taken", "rejected", "requeued", "late")}

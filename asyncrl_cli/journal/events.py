@@ -63,7 +63,7 @@ def metrics_of(text: str | None) -> dict[str, float]:
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = ()) -> Iterator[Event]:
     """Yield the events by time; ``kinds`` are names in ``QUERIES``, all if empty."""
-    return merge(*(_events_named(connection, name) for name in kinds or QUERIES), key=attrgetter("at"))
+    return merge(*(_events_named(connection, name) for name in dict.fromkeys(kinds or QUERIES)), key=attrgetter("at"))
 
 
 def _events_named(connection: sqlite3.Connection, name: str) -> Iterator[Event]:

@@ -31,7 +31,7 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     Raises ``RunArgumentError`` if no run or several match.
     """
     with suppress(OSError):  # not a path: too long, for example
-        if "/" in name and (Path(name) / "manifest.json").is_file():
+        if (Path(name) / "manifest.json").is_file():
             return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
     if name == "latest":

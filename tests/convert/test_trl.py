@@ -135,6 +135,12 @@ GRPOTrainer(model="Qwen/Qwen3-0.6B", args=arguments, reward_funcs=functions, pef
 """
 
 
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="are not numbers") as raised:
+        converted("grpo", *BASE, "--reward_funcs", "a.b", "c.d", "--reward_weights", "1", "x")
+    assert raised.value.location == "reward_weights"
+
+
 def test_literals_of_a_program_are_read(home: Path) -> None:
     Path("train.py").write_text(PROGRAM)
     spec = spec_of("train.py", "--bf16", "True", "--num_processes", "4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) ->
 def test_options_and_scripts_that_are_not_read_are_refused(line: str) -> None:
     with pytest.raises(ConfigError):
         read_command_line(line.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights"), [("[a,b]", "[[1],2]"), ("[a,b]", "[x,2]"), ("true", "[1]"), ("[a]", "true")]
+)
+def test_odd_rewards_and_weights_end_without_a_traceback(keys: str, weights: str) -> None:
+    names = [f"algorithm.gdpo_reward_{name}" for name in ("keys", "weights")]
+    overrides = ["algorithm.adv_estimator=gdpo", f"{names[0]}={keys}", f"{names[1]}={weights}"]
+    with suppress(ConfigError):
+        converted([*GRPO, *overrides])
 
 
 def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:

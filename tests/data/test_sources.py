@@ -235,6 +235,8 @@ def test_rows_with_images_that_no_key_names_are_refused(tmp_path: Path, column: 
         ([{"text": "a"}], {"template": "{question}"}, ":1", "no column `question`"),
         ([{"a": "x", "b": 1}, {"a": "y", "b": None}], {"template": "{a}{b}"}, ":2", "`b` is null"),
         ([{"prompt": "a"}], {"uid_column": "id"}, ":1", "no column `id`"),
+        ([{"prompt": "a"}], {"template": "{uid}: {prompt}"}, ":1", "no column `uid`"),
+        ([{"text": "a"}], {"prompt_column": "uid"}, ":1", "no column `uid`"),
         ([{"prompt": "a"}, {"prompt": None}], {}, ":2", "`prompt` is null"),
         ([{"prompt": "a", "uid": None}, {"prompt": "b", "uid": 1.5}], {}, ":2", "`uid` is a number"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": None}], {"uid_column": "id"}, ":2", "`id` is null"),
@@ -250,6 +252,14 @@ def test_a_row_that_is_wrong_is_named(
         list(read("rows.parquet", tmp_path, **keys))
     assert caught.value.location == f"{tmp_path}/rows.parquet{place}"
     assert caught.value.hint
+
+
+def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
+    for name, write in (("rows.parquet", as_parquet), ("rows.csv.gz", compressed(as_csv))):
+        expected = read(write(QUESTIONS, tmp_path), tmp_path, prompt_column="question", uid_column="id")
+        (tmp_path / name).rename(tmp_path / name.upper())
+        capitals = read(name.upper(), tmp_path, prompt_column="question", uid_column="id")
+        assert list(capitals) == list(expected)
 
 
 def test_values_of_a_csv_file_are_texts(tmp_path: Path) -> None:

@@ -162,6 +162,15 @@ def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     assert shown == [line.rstrip() for line in console.export_text().splitlines()]
 
 
+def test_the_time_left_does_not_count_the_time_without_a_driver(run: RunDirectory, recorded: RecordedRun) -> None:
+    run.lock()
+    before_s = look(run).remaining_s
+    recorded.crash(36_000.0)
+    recorded.step()
+    recorded.commit()
+    assert look(run).remaining_s == pytest.approx(before_s, rel=0.1)
+
+
 def test_an_error_while_looking_does_not_end_the_run(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,14 @@ def test_no_folder_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         all_runs(tmp_path / "file")
 
 
+def test_a_folder_is_a_path_also_without_a_slash(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs_dir)
+    assert find_run(DEFAULT_RUNS, "b-1").path == runs_dir / "b-1"
+    assert find_run(DEFAULT_RUNS, find_run(Path(), "a-12").argument).path == runs_dir / "a-12"
+    monkeypatch.chdir(runs_dir / "a-1")
+    assert find_run(DEFAULT_RUNS, ".").path == runs_dir / "a-1"
+
+
 def test_a_command_is_given_the_id_or_the_path(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_run(runs_dir, "b").argument == str(runs_dir / "b-1")
     assert find_run(runs_dir, find_run(runs_dir, "b").argument).run_id == "b-1"

@@ -98,6 +98,7 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         ([*TEACHER, "algorithm.uniform_groups=reject"], "reject compares rewards, and reward_coef is 0"),
         (["algorithm.reward_coef=0.0"], "0 leaves nothing to learn from"),
         (["task.use=prompts", "task.options={}"], "the task `prompts` has no rewards"),
+        (["task={mix: [{name: a, use: prompts}]}"], "the task `prompts` has no rewards"),
         (
             ["rollout.group_size=1", "algorithm.preset=reinforce_pp", "algorithm.uniform_groups=reject"],
             "reject excludes every group",

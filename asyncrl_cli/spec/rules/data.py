@@ -31,8 +31,10 @@ READY_TASKS = {
 }
 """The ready tasks and their classes."""
 RESERVED_TASKS = {
-    "mean": "the metric reward/mean covers all tasks together",
-    "correct": "the metric reward/correct covers all tasks together",
+    **{
+        name: f"the metric reward/{name} covers all tasks together"
+        for name in ("mean", "std", "correct", "masked_rollouts", "uniform_groups")
+    },
     "outside": "uids of prompts from outside programs begin with it",
 }
 """Names that no task of a mix may have, and why."""

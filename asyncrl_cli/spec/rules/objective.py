@@ -154,6 +154,7 @@ def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
     if algorithm.reference_path is not None and algorithm.router_replay:
         message = "the model in reference_path cannot use the policy's experts"
         yield Problem("algorithm.router_replay", message, "set it to false")
+    uses = {member.use for member in spec.task.mix} | ({spec.task.use} - {None})
     if not algorithm.reward_coef:
         if not algorithm.kl_coef:
             message = "0 leaves nothing to learn from, because kl_coef is 0, too"
@@ -163,9 +164,10 @@ def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
             if algorithm.uniform_groups == "skip":
                 message = "without rewards every group is uniform"
             yield Problem("algorithm.uniform_groups", message, "set it to train")
-    elif spec.task.use == "prompts":
-        message = "the task `prompts` has no rewards"
-        yield Problem("algorithm.reward_coef", message, "use preset: distill, or a task with rewards")
+    elif "prompts" in uses:
+        message, hint = "the task `prompts` has no rewards", "use preset: distill, or a task with rewards"
+        report = Problem if uses == {"prompts"} else warning
+        yield report("algorithm.reward_coef", message, hint)
 
 
 @rule
