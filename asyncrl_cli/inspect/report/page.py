@@ -134,15 +134,15 @@ def render(run: RunSummary) -> str:
     )
     environment.filters |= {"moment": moment, "counted": counted}
     charts = {f"chart-{index}": chart for index, chart in enumerate([*curve_charts(run.curves), *run.charts])}
-    by_section: dict[str, list[tuple[str, str]]] = {}
+    charts_by_section: dict[str, list[tuple[str, str]]] = {}
     for name, chart in charts.items():
-        by_section.setdefault(chart.section, []).append((name, chart.title))
-    own = by_section.pop("", [])
+        charts_by_section.setdefault(chart.section, []).append((name, chart.title))
+    charts_of_run = charts_by_section.pop("", [])
     folder = resources.files("asyncrl_cli.inspect.report") / "page"
     return environment.get_template("report.html.j2").render(
         run=run,
-        common=list(by_section.items()),
-        own=own,
+        charts_by_section=list(charts_by_section.items()),
+        charts_of_run=charts_of_run,
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         plotly=(resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),

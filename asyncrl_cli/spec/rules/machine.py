@@ -176,8 +176,8 @@ def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
             hint = f"use {key} instead" if key else "remove it; asyncrl depends on its own value"
             yield Problem(path, "asyncrl sets this itself", hint)
         elif name in IMPOSSIBLE_ENGINE_ARGS:
-            harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
-            if value is not None and value not in harmless:
+            accepted_values, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
+            if value is not None and value not in accepted_values:
                 yield Problem(path, f"{value!r} cannot work: {reason}", hint)
 
 

@@ -201,9 +201,9 @@ def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator
     case several ranks have the same key-value heads.
     """
     if heads % size or (kv_heads % size and size % kv_heads):
-        able = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+        possible_sizes = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
         message = f"{heads} attention heads and {kv_heads} key-value heads have no equal shares for {size} ranks"
-        yield Problem("trainer.sequence_parallel", message, f"use one of {', '.join(map(str, able))}")
+        yield Problem("trainer.sequence_parallel", message, f"use one of {', '.join(map(str, possible_sizes))}")
 
 
 def head_problems(sizes: Mapping[str, int], path: str) -> Iterator[Problem]:

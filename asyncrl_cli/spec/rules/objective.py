@@ -126,14 +126,16 @@ def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
     if algorithm.advantage != "group_norm":
         message = f"normalizes each part within its group, and advantage {algorithm.advantage} does not"
         yield Problem(key, message, "set algorithm.advantage to group_norm, or this to sum_then_normalize")
-    one = "belongs to a single reward, and normalize_then_sum has several"
+    single_reward_message = "belongs to a single reward, and normalize_then_sum has several"
     if algorithm.overlong_penalty:
         hint = "set it to 0, and report the length as a metric with its own weight in algorithm.reward_parts"
-        yield Problem("algorithm.overlong_penalty", one, hint)
+        yield Problem("algorithm.overlong_penalty", single_reward_message, hint)
     if algorithm.kl_coef and algorithm.kl_placement == "reward":
-        yield Problem("algorithm.kl_placement", one, "set it to loss, with kl_estimator k2 or k3")
+        hint = "set it to loss, with kl_estimator k2 or k3"
+        yield Problem("algorithm.kl_placement", single_reward_message, hint)
     if algorithm.reward_coef != 1:
-        yield Problem("algorithm.reward_coef", one, "remove it, and change the weights in algorithm.reward_parts")
+        hint = "remove it, and change the weights in algorithm.reward_parts"
+        yield Problem("algorithm.reward_coef", single_reward_message, hint)
 
 
 @rule
