@@ -97,6 +97,16 @@ def test_options_that_contradict_each_other_are_errors_of_usage(
     assert message in " ".join(ended.output.split())
 
 
+def test_results_of_a_spec_are_in_the_given_folder_of_runs(folder: Path) -> None:
+    with (
+        patch("asyncrl_cli.cli.evaluate.start_checks"),
+        patch("asyncrl_cli.cli.evaluate.initial_model"),
+        patch.object(RunDirectory, "create", side_effect=UserError("not started")) as create,
+    ):
+        assert "not started" in str(refusal("spec.yaml", "--data", "test.jsonl", "--runs-dir", "elsewhere"))
+    assert create.call_args.args[0] == Path("elsewhere/evaluate")
+
+
 @pytest.mark.parametrize("off", ["", "evaluation: {temperature: 0.5}\n"])
 def test_option_data_replaces_the_held_out_prompts_and_keeps_the_columns(folder: Path, off: str) -> None:
     (folder / "spec.yaml").write_text(SPEC + off)

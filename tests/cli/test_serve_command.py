@@ -148,6 +148,17 @@ def test_serve_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: py
         assert _ready_text(served(run), address) in out
 
 
+def test_logs_of_a_served_spec_are_in_the_given_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    arguments = ["serve", str(tmp_path / "spec.yaml"), "--runs-dir", str(tmp_path / "elsewhere")]
+    with (
+        patch("asyncrl_cli.cli.serve.initial_model"),
+        patch("asyncrl_cli.orchestrator.serving.served_folder", side_effect=RunError("not started")) as served_folder,
+    ):
+        CliRunner().invoke(app, arguments)
+    assert served_folder.call_args.kwargs["logs"].parent == tmp_path / "elsewhere/serve"
+
+
 def test_a_spec_has_no_steps(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     ended = CliRunner().invoke(app, ["serve", str(tmp_path / "spec.yaml"), "--step", "3"])

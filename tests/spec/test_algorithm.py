@@ -127,6 +127,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.entropy_coef=0.01"], "also from entropy_coef"),
         (["algorithm.gamma=0.5"], "without advantage: gae or one of turns"),
         (["algorithm.overlong_buffer=0.9"], "has no effect without overlong_penalty"),
+        (["task={mix: [{name: a, use: prompts}, {name: b, use: chain_sum}]}"], "the task `prompts` has no rewards"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.kl_estimator=k2"], "has no effect without kl_coef"),
         (["algorithm.kl_placement=reward"], "has no effect without kl_coef"),

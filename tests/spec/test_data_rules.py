@@ -86,7 +86,10 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
             "evaluation.sets.b.data.path",
             "a mix of tasks; give the set one task, as evaluation.sets.b.task.use",
         ),
-        ("{mix: [{name: outside, use: exact}]}", "task.mix.0.name", "`outside` is reserved"),
+        *(
+            (f"{{mix: [{{name: {name}, use: exact}}]}}", "task.mix.0.name", f"`{name}` is reserved")
+            for name in ("mean", "std", "correct", "masked_rollouts", "uniform_groups", "outside")
+        ),
         (
             "{use: exact}\nevaluation: {sets: {offline: {data: {size: 2}}}}",
             "evaluation.sets.offline",
