@@ -63,6 +63,21 @@ def live_nodes() -> tuple[Node, ...]:
     return tuple(sorted(nodes, key=lambda node: (numbers_of(node.address), node.node_id)))
 
 
+def report_again(nodes: Sequence[Node]) -> None:
+    """Have the nodes report their free resources again; does not wait for it.
+
+    After a reservation that failed, Ray 2.60 counts a node's resources as used until the node's report changes. This
+    happens when a host comes back under its old address. A task that holds a part of the node's own resource is enough.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        task.options(resources={f"node:{node.address}": 0.001}, scheduling_strategy=strategy).remote()
+
+
 def why_gone(node_id: str) -> str:
     """Why an actor is lost with its node; empty while the node lives."""
     return "" if node_id in {node.node_id for node in live_nodes()} else "its node is gone"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.nodes import Resources, eligible, live_nodes, numbers_of, shortage
+from asyncrl_cli.orchestrator.nodes import Resources, eligible, live_nodes, numbers_of, report_again, shortage
 from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.spec.sections import NodeSelector
 from asyncrl_cli.system.remote import START_TIMEOUT_S
@@ -85,6 +85,7 @@ class PlacementGroup:
                     hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
                 )
             warn(f"{self.who} waits until Ray has room for it: {missing_room}")
+            await asyncio.to_thread(report_again, nodes)
             next_notice = checked_at + NOTICE_S
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = (Node("id", "10.0.0.1", total={"CPU": 8.0, "GPU": 4.0}, free={"CPU": 3.0}),)
     monkeypatch.setattr(placement, "live_nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "report_again", lambda _: None)
 
 
 NEEDS = "it needs 1 CPU and 2 GPUs, all on one node; free: 3 of 8 CPUs, 0 of 4 GPUs on 10.0.0.1"
@@ -107,9 +109,17 @@ async def test_a_node_that_dies_before_the_first_answer_is_noticed() -> None:
 # -- Ray
 
 
+FAILURES = {"num_failures": 3, "req_failure_prob": 100, "resp_failure_prob": 0, "in_flight_failure_prob": 0}
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A cluster of two nodes on this machine: a head with one CPU; a node with two, two logical GPUs and a label."""
+    """A cluster of two nodes on this machine: a head with one CPU; a node with two, two logical GPUs and a label.
+
+    The first reservations fail, as on a host that has just come back under its old address.
+    """
+    failing = {"NodeManagerService.grpc_client.PrepareBundleResources": FAILURES}
+    monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps(failing))
     import ray
     from ray.cluster_utils import Cluster
 
@@ -162,7 +172,10 @@ async def test_groups_in_a_cluster(cluster: object) -> None:
     engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, selector=NodeSelector(labels={"role": "rollout"}))
     engine.ask()
     engine.ask()
-    await engine.wait_for_room(pytest.fail, limit_s=60.0)
+    # The first reservations fail, and Ray counts the node as full until it reports its resources again.
+    waits = list[str]()
+    await engine.wait_for_room(waits.append, limit_s=60.0)
+    assert waits and "free: 0 of 2 CPUs" in waits[0]
     assert nodes_of(engine) == (worker,)
     first = Somewhere.options(**engine.options()).remote()
     assert await first.where.remote() == worker
