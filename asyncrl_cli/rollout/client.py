@@ -306,16 +306,21 @@ class GenerationClient:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
+        without_engine = list[OpenRequest]()
         while self._waiting and not self._paused:
-            entry = self._waiting[0]
-            if self._open.get(entry.request.rollout_id) is entry:
-                engine = self._engine_for(entry)
-                if engine is None:
-                    break
-                entry.engine, entry.sent_at = engine, time.time()
-                engine.pending[entry.request.rollout_id] = entry
-                engine.outbox[entry.request.rollout_id] = entry.request
-            heappop(self._waiting)
+            entry = heappop(self._waiting)
+            if self._open.get(entry.request.rollout_id) is not entry:
+                continue
+            if (engine := self._engine_for(entry)) is None:
+                without_engine.append(entry)
+                if entry.is_suspect:  # engines without room for a suspect may have room for others
+                    continue
+                break
+            entry.engine, entry.sent_at = engine, time.time()
+            engine.pending[entry.request.rollout_id] = entry
+            engine.outbox[entry.request.rollout_id] = entry.request
+        for entry in without_engine:
+            heappush(self._waiting, entry)
         for engine in self.engines:
             if (
                 (engine.serving or engine.leaving)

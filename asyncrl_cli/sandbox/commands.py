@@ -245,7 +245,7 @@ class ShellSandbox:
                 raise
             except (OSError, ValueError) as error:  # includes TimeoutError and WireError
                 self._shut()
-                raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
+                raise SandboxError(f"the sandbox has ended: {str(error) or 'no answer'}") from error
             finally:
                 self._current = None
         if answer_type == b"error":

@@ -17,6 +17,7 @@ import resource
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,8 @@ ENGINE_FAILURES = (125, 255)
 """Exit statuses of the engine itself, if a container is missing or has ended."""
 EXEC_S = 30.0
 """Seconds to end a container's processes on a busy machine."""
+CLIENT_END_S, CLIENT_POLL_S = 1.0, 0.01
+"""Seconds that the engine's client gets to end after the processes inside, and seconds between two checks."""
 SIZE_INTERVAL_S = 2.0
 """Seconds between two counts of the bytes that a command has written outside of the work folder."""
 READY = b"ready\n"
@@ -62,7 +65,8 @@ RUN_COMMAND = (
     # `kill -1` reaches all processes but the first and this one.
     '"$shell" -c "$(cat)" </dev/null 2>&ERRORS 3>&-; status=$?; kill -9 -1; exit $status'
 )
-WRITE_FILE = ENTER_WORK_FOLDER + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; cat >"$1"'
+WRITE_FILE = ENTER_WORK_FOLDER + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; '
+WRITE_FILE += f'[ ! -e "$1" ] || [ -f "$1" ] || exit {errno.EINVAL}; cat >"$1"'  # a pipe would wait for a reader
 READ_FILE = (
     ENTER_WORK_FOLDER + f'[ -e "$1" ] || exit {errno.ENOENT}; [ -f "$1" ] || exit {errno.EINVAL}; head -c "$2" "$1"'
 )
@@ -220,7 +224,14 @@ class ContainerSupervisor(supervisor.Supervisor):
         if self._client.poll() is not None:
             raise EOFError("the container has ended")
         with suppress(ChildProcessError):  # it was reaped when it ended
-            os.waitpid(pid, 0)
+            deadline = time.monotonic() + CLIENT_END_S
+            while not os.waitpid(pid, os.WNOHANG)[0]:
+                # Nobody reads its output any more, so it may wait for ever.
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    break
+                time.sleep(CLIENT_POLL_S)
 
     def _exec(self, script: str, *words: bytes, data: bytes = b"") -> bytes:
         """Run a script inside; return its output. Raises ``OSError``, and ``EOFError`` if the container has ended."""

@@ -485,11 +485,13 @@ async def test_a_request_that_kills_every_engine_fails_and_others_of_these_engin
         engine = await restart(client.engines[0])
         await client.flush()
     assert engine.ids == ["a"], "any of them may be the cause, so an engine gets one at a time"
+    await asked(client, owner, "new")
+    assert engine.ids == ["a", "new"], "others do not wait for that"
     async with collecting(client):
-        await engine.deliver(segments=[segment("a", 0, 1)])
-        assert engine.ids == ["a", "b"], "a new token shows that it is not the cause"
+        await engine.deliver(rollout("new"), segments=[segment("a", 0, 1)])
+        assert engine.ids == ["a", "new", "b"], "a new token shows that it is not the cause"
         await engine.deliver(rollout("b"))
-    assert engine.ids == ["a", "b", "fatal"]
+    assert engine.ids == ["a", "new", "b", "fatal"]
     engine.die()
     await lost(client, 0)
     reason = "3 engines in a row were lost while they ran this request; see engine-0.log"

@@ -75,6 +75,9 @@ def test_commands_and_files_of_a_container(settings: SandboxSpec) -> None:
             await sandbox.read_file("missing")
         with pytest.raises(OSError, match="not a file"):
             await sandbox.read_file("folder")
+        await sandbox.run("mkfifo pipe")
+        with pytest.raises(OSError, match="not a file"):
+            await sandbox.write_file("pipe", b"nobody reads this")
         assert (await sandbox.run("cat /proc/net/dev | grep -c :")).output == "1\n"  # only loopback
 
     in_container(settings, body)
@@ -83,6 +86,7 @@ def test_commands_and_files_of_a_container(settings: SandboxSpec) -> None:
 def test_limits_of_a_container_stop_a_command_and_the_next_one_runs(settings: SandboxSpec) -> None:
     commands = {
         "time": "sleep 1000",
+        "time, with output": "yes",
         "memory": "x=a; while :; do x=$x$x; done",
         "processes": "bomb() { bomb | bomb & }; bomb; sleep 1000",
         "disk": "dd if=/dev/zero of=/large bs=1M count=50; sleep 1000",
@@ -90,8 +94,8 @@ def test_limits_of_a_container_stop_a_command_and_the_next_one_runs(settings: Sa
 
     async def body(sandbox: ShellSandbox) -> None:
         for limit, command in commands.items():
-            result = await sandbox.run(command, time_s=2.0 if limit == "time" else 60.0)
-            assert (result.status, result.stopped) == (None, limit), result
+            result = await sandbox.run(command, time_s=2.0 if limit.startswith("time") else 60.0)
+            assert (result.status, result.stopped) == (None, limit.partition(",")[0]), result
             assert (await sandbox.run("ps | grep -c 'sleep 1000$'")).output == "0\n"
         result = await sandbox.run("dd if=/dev/zero of=large bs=1M count=50")
         assert "No space left" in result.output
